@@ -1,0 +1,65 @@
+"""Stream Lance and LanceDB tables into Ray Train, with the same global steps on any number of workers.
+
+Names resolve on first use, so that importing the package does not import ray, lance and torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray_lance_stream.errors import (
+        ConfigError,
+        IterationError,
+        ReadError,
+        StateError,
+        StateMismatchError,
+        StreamError,
+        TableError,
+        VersionNotFoundError,
+    )
+    from ray_lance_stream.shard import StreamShard
+    from ray_lance_stream.state import merge_state_dicts
+    from ray_lance_stream.stream import LanceStream, lance_stream
+    from ray_lance_stream.train import report
+
+__version__ = "0.1.0"
+
+_ERRORS = (
+    "ConfigError IterationError ReadError StateError StateMismatchError StreamError TableError VersionNotFoundError"
+).split()
+_HOME = {
+    **dict.fromkeys(_ERRORS, "errors"),
+    "LanceStream": "stream",
+    "lance_stream": "stream",
+    "StreamShard": "shard",
+    "merge_state_dicts": "state",
+    "report": "train",
+}
+
+__all__ = [
+    "ConfigError",
+    "IterationError",
+    "LanceStream",
+    "ReadError",
+    "StateError",
+    "StateMismatchError",
+    "StreamError",
+    "StreamShard",
+    "TableError",
+    "VersionNotFoundError",
+    "lance_stream",
+    "merge_state_dicts",
+    "report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

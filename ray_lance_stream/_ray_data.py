@@ -1,0 +1,153 @@
+"""Every private Ray import of the library, and the thin classes that stand on them. Tested against Ray 2.60."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.data._internal.block_batching.interfaces import BlockStageTimings, FinalizedBatch, ResolvedBlock
+from ray.data._internal.block_batching.iter_batches import BatchIterator
+from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry, RefBundle
+from ray.data._internal.stats import DatasetStats, TimeSpan
+from ray.data._internal.tensor_extensions.arrow import ArrowTensorArray
+from ray.data.block import Block, BlockAccessor, BlockMetadata
+from ray.data.iterator import _IterableFromIterator
+from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, get_train_fn_utils
+
+__all__ = [
+    "BatchIterator",
+    "DatasetStats",
+    "RefBundle",
+    "ShardBatchIterator",
+    "as_iterable",
+    "attempt_key",
+    "block_rows",
+    "in_train_worker",
+    "local_mode_name",
+    "ref_bundle",
+    "with_tensor_columns",
+]
+
+
+def as_iterable(make_iterator: Callable[[], Iterator[Any]]) -> Any:
+    """What Ray's own `iter_*` calls return: each `iter()` of it calls `make_iterator`."""
+    return _IterableFromIterator(make_iterator)
+
+
+def ref_bundle(ref: ray.ObjectRef, num_rows: int, size_bytes: int) -> RefBundle:
+    """One block as Ray Data passes it around."""
+    metadata = BlockMetadata(num_rows=num_rows, size_bytes=size_bytes, exec_stats=None, input_files=None)
+    return RefBundle((BlockEntry(ref, metadata),), owns_blocks=False, schema=None)
+
+
+def block_rows(block: Block) -> Iterator[dict[str, Any]]:
+    """The rows of a block as `iter_rows` gives them."""
+    accessor = BlockAccessor.for_block(BlockAccessor.batch_to_block(block))
+    return accessor.iter_rows(public_row_format=True)
+
+
+def with_tensor_columns(table: pa.Table) -> pa.Table:
+    """Fixed-size lists of numbers as Arrow tensors: they become numpy and torch tensors without a copy of each row.
+
+    Raises:
+        ValueError: a fixed-size list column holds a null, which a tensor cannot.
+    """
+    for index, column in enumerate(table.schema):
+        if not pa.types.is_fixed_size_list(column.type) or not _is_number(column.type.value_type):
+            continue
+        values = table.column(index).combine_chunks()
+        if isinstance(values, pa.ChunkedArray):
+            values = pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([], type=column.type)
+        if values.null_count or values.flatten().null_count:
+            raise ValueError(f"column {column.name!r} of type {column.type} holds a null, which a tensor cannot")
+        flat = values.flatten().to_numpy(zero_copy_only=False)
+        tensors = ArrowTensorArray.from_numpy(flat.reshape(len(values), column.type.list_size), column_name=column.name)
+        table = table.set_column(index, column.name, tensors)
+    return table
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+class ShardBatchIterator(BatchIterator):
+    """Ray's batch iterator with three hooks.
+
+    Args:
+        ref_bundles: as BatchIterator.
+        fetch: the block behind a reference; may read it again when the object is lost.
+        on_batch: called in the loop's thread with the number of rows it is about to receive.
+        on_end: called in the loop's thread when no batch is left; raises if rows are missing, since Ray's threads
+            swallow a BaseException and end as if complete.
+        kwargs: as BatchIterator.
+    """
+
+    def __init__(
+        self,
+        ref_bundles: Iterator[RefBundle],
+        *,
+        fetch: Callable[[ray.ObjectRef], Block],
+        on_batch: Callable[[int], None],
+        on_end: Callable[[], None],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(ref_bundles, **kwargs)
+        self._fetch = fetch
+        self._on_batch = on_batch
+        self._on_end = on_end
+
+    def _resolve_block_refs(self, block_refs: Iterator[ray.ObjectRef]) -> Iterator[ResolvedBlock]:
+        while True:
+            asked_s = time.perf_counter()
+            ref = next(block_refs, None)
+            if ref is None:
+                return
+            came_s = time.perf_counter()
+            block = self._fetch(ref)
+            del ref
+            done_s = time.perf_counter()
+            if self._stats:
+                self._stats.iter_get_s.add(done_s - came_s)
+            yield ResolvedBlock(block, BlockStageTimings(TimeSpan(asked_s, came_s), TimeSpan(came_s, done_s)))
+
+    @contextmanager
+    def yield_batch_context(self, batch: FinalizedBatch) -> Iterator[None]:
+        self._on_batch(batch.metadata.num_rows)
+        with super().yield_batch_context(batch):
+            yield
+
+    def after_epoch_end(self) -> None:
+        super().after_epoch_end()
+        self._on_end()
+
+
+def in_train_worker() -> bool:
+    """Whether this process runs a Ray Train training function; also true in local mode."""
+    try:
+        get_train_fn_utils()
+    except RuntimeError:
+        return False
+    return True
+
+
+def attempt_key() -> int | None:
+    """Identifies the attempt (worker group) whose training function this process runs; None outside of one."""
+    if not in_train_worker() or isinstance(get_train_fn_utils(), LocalTrainFnUtils):
+        return None
+    return id(get_train_context())
+
+
+def local_mode_name(stream: Any) -> str | None:
+    """The name under which a `num_workers=0` trainer was given `stream`; None outside local mode."""
+    if not in_train_worker():
+        return None
+    utils = get_train_fn_utils()
+    if not isinstance(utils, LocalTrainFnUtils):
+        return None
+    names = [name for name, dataset in (utils._dataset_shards or {}).items() if dataset is stream]
+    return names[0] if names else None

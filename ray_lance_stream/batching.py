@@ -1,0 +1,98 @@
+"""Batch sizes: what a rank's `iter_*` call may use so that all ranks step alike."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.splits import SplitBlock, SplitGrid, nearest_multiples
+
+logger = logging.getLogger(__name__)
+
+RAY_DEFAULT_BATCH_SIZE = 256
+
+
+class _BatchSizeOfStream:
+    """The `batch_size` of a call that names none."""
+
+    def __repr__(self) -> str:
+        return "the stream's"
+
+
+BATCH_SIZE_OF_STREAM = _BatchSizeOfStream()
+
+
+@dataclass
+class BatchSizeRule:
+    """Which batch sizes one rank may use.
+
+    Attributes:
+        grid, block: the splits and those of this rank.
+        world_size: data ranks.
+        global_batch_size: G of the stream, if it has one.
+    """
+
+    grid: SplitGrid
+    block: SplitBlock
+    world_size: int
+    global_batch_size: int | None
+    _warned: bool = field(default=False, init=False)
+
+    def resolve(self, batch_size: Any) -> int:
+        """The rows per batch that a call means.
+
+        Raises:
+            ConfigError: no positive int; disagrees with global_batch_size; None without global_batch_size; or not whole
+                cycles where the blocks of the ranks differ in size.
+        """
+        size = self._asked(batch_size)
+        if size % self.block.size == 0:
+            return size
+        fitting = " or ".join(str(n) for n in nearest_multiples(size, self.block.size))
+        if self.grid.num_splits % self.world_size:
+            raise ConfigError(
+                f"{self.world_size} workers do not divide num_splits={self.grid.num_splits}, so batches must be whole "
+                f"cycles: batch_size must be a multiple of this rank's {self.block.size} splits, got {size}; use "
+                f"shard.local_batch_size(global_batch_size), here for example {fitting}"
+            )
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "batch_size=%d is no multiple of this rank's %d splits: steps are not the same on another number of "
+                "workers, and a checkpoint between cycles resumes exactly on the same number of workers only; valid batch "
+                "sizes are the multiples of %d, for example %s",
+                size,
+                self.block.size,
+                self.block.size,
+                fitting,
+            )
+        return size
+
+    def _asked(self, batch_size: Any) -> int:
+        own = None
+        if self.global_batch_size is not None:
+            own = self.grid.cycles_per_step(self.global_batch_size) * self.block.size
+        if batch_size is BATCH_SIZE_OF_STREAM:
+            return own or RAY_DEFAULT_BATCH_SIZE
+        if batch_size is None:
+            if own is None:
+                raise ConfigError(
+                    "batch_size=None means one global step, but the stream has no global_batch_size; pass "
+                    "lance_stream(..., global_batch_size=G) or a batch size"
+                )
+            return own
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError(f"batch_size must be a positive int, got {batch_size!r}")
+        if own is not None and batch_size != own:
+            raise ConfigError(
+                f"batch_size must be this rank's share of global_batch_size={self.global_batch_size}, which is {own} rows "
+                f"({self.block.size} of {self.grid.num_splits} splits), got {batch_size}; leave batch_size out"
+            )
+        return batch_size
+
+    def cycles_per_batch(self, batch_size: int) -> Fraction:
+        """Cycles that a batch of this rank holds; must be the same on every rank for even steps."""
+        return Fraction(batch_size, self.block.size)

@@ -1,0 +1,163 @@
+"""StreamConfig and ReadPlan: what travels from the driver to coordinator, readers and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import ray
+
+from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.order import Order
+from ray_lance_stream.plan import StreamPlan
+from ray_lance_stream.source import TableRef
+from ray_lance_stream.splits import SplitGrid
+from ray_lance_stream.state import SkippedCycles, StreamIdentity, StreamState
+
+DEFAULT_PREFETCH_BYTES = 128 * 2**20
+MAX_CHUNK_BYTES = 16 * 2**20
+MAX_CHUNK_ROWS = 65_536
+
+
+class SharedRows:
+    """Row offsets, int64 [N]: one copy a node. An array in its own process, an object store reference elsewhere."""
+
+    def __init__(self, rows: np.ndarray | None, ref: ray.ObjectRef | None = None) -> None:
+        self._rows = rows
+        self._ref = ref
+
+    def array(self) -> np.ndarray:
+        """The rows, without a copy where they lie in this node's object store."""
+        if self._rows is None:
+            self._rows = ray.get(self._ref)
+        return self._rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._ref is None and ray.is_initialized():
+            self._ref = ray.put(self._rows)
+        return SharedRows, (self._rows, None) if self._ref is None else (None, self._ref)
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """The rows of a stream at one table version, small enough to be sent with each read.
+
+    Attributes:
+        table: pinned table.
+        columns: what is read.
+        filter: SQL prefilter, or None.
+        order: the row order over the matched rows.
+        num_splits: S; None: the world size, fixed when the stream is split.
+        drop_remainder: see SplitGrid.
+        matched: offsets of the rows that match the filter; None without a filter.
+        row_bytes: estimated Arrow bytes of one row.
+    """
+
+    table: TableRef
+    columns: tuple[str, ...]
+    filter: str | None
+    order: Order
+    num_splits: int | None
+    drop_remainder: bool
+    matched: SharedRows | None = field(default=None, compare=False, repr=False)
+    row_bytes: int = field(default=1, compare=False)
+
+    @property
+    def grid(self) -> SplitGrid:
+        """The splits; one split where num_splits is not fixed yet."""
+        return SplitGrid(self.order.num_rows, self.num_splits or 1, self.drop_remainder)
+
+    def with_splits(self, world_size: int) -> ReadPlan:
+        """The plan with num_splits fixed: as given, else the world size."""
+        return self if self.num_splits else replace(self, num_splits=world_size)
+
+    def at(self, version: int) -> ReadPlan:
+        """The same stream at another table version, still to be planned there."""
+        return replace(self, table=self.table.at(version), matched=None)
+
+    def resolve(self) -> StreamPlan:
+        """The pure plan, with the matched rows at hand."""
+        return StreamPlan(self.order, self.grid, self.matched.array() if self.matched else None)
+
+    def identity(self, replicas: int) -> StreamIdentity:
+        """What a state must agree with."""
+        return StreamIdentity(
+            table_uri=self.table.identity,
+            table_version=self.table.version,
+            num_rows=self.order.num_rows,
+            filter=self.filter,
+            order=self.order.order_id,
+            shuffle=self.order.shuffle,
+            shuffle_seed=self.order.seed,
+            shuffle_clump_size=self.order.clump_size,
+            num_splits=self.grid.num_splits,
+            drop_remainder=self.drop_remainder,
+            replicas=replicas,
+        )
+
+
+def _at_least(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{name} must be an int >= {minimum}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """How a stream is delivered; nothing here changes which rows a global step holds.
+
+    Attributes:
+        global_batch_size: G, rows of a global step; None: the loop chooses its batch size.
+        epoch: first epoch of a run that starts from the beginning.
+        evaluation: every pass is whole and is never resumed.
+        read_batch_size: cycles of one chunk; None: sized by bytes.
+        prefetch_chunks: chunks in flight per worker.
+        prefetch_bytes: bytes in flight per worker.
+        readers_per_worker: reader actors of one worker.
+        resume: "auto" or "manual".
+        resume_states: the states that `resume_from` holds, by stream name; "" stands for any name.
+        replicas: consecutive ranks that share their rows.
+        skipped: cycles that the user took out of an epoch.
+    """
+
+    global_batch_size: int | None = None
+    epoch: int = 0
+    evaluation: bool = False
+    read_batch_size: int | None = None
+    prefetch_chunks: int = 4
+    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
+    readers_per_worker: int = 1
+    resume: Literal["auto", "manual"] = "auto"
+    resume_states: Mapping[str, StreamState] = field(default_factory=dict)
+    replicas: int = 1
+    skipped: SkippedCycles = ()
+
+    def __post_init__(self) -> None:
+        _at_least("epoch", self.epoch, 0)
+        _at_least("prefetch_chunks", self.prefetch_chunks, 1)
+        _at_least("prefetch_bytes", self.prefetch_bytes, 1)
+        _at_least("readers_per_worker", self.readers_per_worker, 1)
+        _at_least("replicas", self.replicas, 1)
+        if self.read_batch_size is not None:
+            _at_least("read_batch_size", self.read_batch_size, 1)
+        if self.global_batch_size is not None:
+            _at_least("global_batch_size", self.global_batch_size, 1)
+        if self.resume not in ("auto", "manual"):
+            raise ConfigError(f'resume must be "auto" or "manual", got {self.resume!r}')
+        if self.evaluation and self.resume_states:
+            raise ConfigError("resume_from must not be given with evaluation=True: such a stream is never resumed")
+
+    def resume_state(self, name: str) -> StreamState | None:
+        """The state of `resume_from` that stream `name` continues from: its own, or the only one."""
+        states = self.resume_states
+        return states.get(name) or (next(iter(states.values())) if len(states) == 1 else None)
+
+    def with_skipped(self, skipped: SkippedCycles) -> StreamConfig:
+        """The config with the skips of a loaded state added."""
+        return replace(self, skipped=tuple(sorted({*self.skipped, *skipped})))
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Wished bytes of one chunk: the chunks in flight and the two that Ray's batching holds fit prefetch_bytes."""
+        return max(1, min(MAX_CHUNK_BYTES, self.prefetch_bytes // (self.prefetch_chunks + 2)))

@@ -1,0 +1,172 @@
+"""StreamCoordinator: assigns split blocks to ranks, owns the readers, knows how far each run is.
+
+The actor is a thin shell around `AttemptBook`, which is pure. It holds nothing that a restart could not rebuild: readers
+are made on request, plans are computed from (version, filter), and shards report their position again and again. A
+checkpoint, never the coordinator, is where a run continues from: the model would be behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from ray_lance_stream.config import ReadPlan
+from ray_lance_stream.planner import plan_table
+from ray_lance_stream.reader import start_reader
+from ray_lance_stream.state import StreamState
+
+logger = logging.getLogger(__name__)
+
+CALLS_AT_A_TIME = 16
+MAX_RESTARTS = 16
+CALL_RETRIES = 3
+KEPT_ATTEMPTS = 64
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One worker group of one run: assignments belong to it, so runs that share a stream do not meet.
+
+    Attributes:
+        attempt_id: unique per `streaming_split`.
+        run: name of the Ray Train run; "" outside of Ray Train.
+        world_size: W.
+    """
+
+    attempt_id: str
+    run: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """What one rank last told: its state, rows received in this attempt, seconds since it began to iterate."""
+
+    state: StreamState
+    rows: int
+    elapsed_s: float
+
+
+@dataclass
+class _Record:
+    attempt: Attempt
+    ranks: dict[int, RankProgress] = field(default_factory=dict)
+    steps: dict[int, tuple[int, Any]] = field(default_factory=dict)  # epoch -> (first rank, what it registered)
+
+
+class AttemptBook:
+    """Positions and step sizes by attempt; the newest attempt of a run stands for the run."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, _Record] = {}
+
+    def record(self, attempt: Attempt, rank: int, progress: RankProgress) -> None:
+        """Note what a rank tells of itself."""
+        self._of(attempt).ranks[rank] = progress
+
+    def register_step(self, attempt: Attempt, rank: int, epoch: int, step: Any) -> tuple[int, Any] | None:
+        """Note the step size that a rank iterates `epoch` with.
+
+        Returns:
+            None where it agrees with the ranks before it, else (rank, its step size) of the first one.
+        """
+        steps = self._of(attempt).steps
+        first = steps.setdefault(epoch, (rank, step))
+        if first[0] == rank:
+            steps[epoch] = (rank, step)
+            return None
+        return None if first[1] == step else first
+
+    def runs(self) -> list[str]:
+        """Names of the runs that reported a position, oldest first."""
+        return list(dict.fromkeys(r.attempt.run for r in self._records.values() if r.ranks))
+
+    def snapshot(self, run: str) -> dict[int, RankProgress]:
+        """The ranks of the newest attempt of a run that reported a position."""
+        records = [r for r in self._records.values() if r.attempt.run == run and r.ranks]
+        return dict(sorted(records[-1].ranks.items())) if records else {}
+
+    def _of(self, attempt: Attempt) -> _Record:
+        record = self._records.get(attempt.attempt_id)
+        if record is None:
+            record = self._records[attempt.attempt_id] = _Record(attempt)
+            while len(self._records) > KEPT_ATTEMPTS:
+                del self._records[next(iter(self._records))]
+        return record
+
+
+class StreamCoordinator:
+    """One per stream and driver; lives as long as the process that made it and somebody who holds it.
+
+    Args:
+        label: stream name, for the dashboard.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._book = AttemptBook()
+        self._lock = threading.Lock()
+        self._plan_lock = threading.Lock()
+        self._plans: dict[ReadPlan, ReadPlan] = {}
+
+    def __repr__(self) -> str:
+        return f"StreamCoordinator[{self._label}]"
+
+    def ready(self) -> bool:
+        """Answers once the actor runs."""
+        return True
+
+    def reader(self, label: str, node_id: str | None) -> ray.actor.ActorHandle:
+        """A new reader for a shard on `node_id`.
+
+        The shard is its only holder, so that it dies with the shard's process or with the last use of the shard.
+        """
+        return start_reader(label, node_id)
+
+    def plan_at(self, plan: ReadPlan, version: int) -> ReadPlan:
+        """The plan of the same stream at another table version; computed once.
+
+        Raises:
+            VersionNotFoundError: the version is gone.
+            ConfigError: the stream cannot be served at that version.
+        """
+        wanted = plan.at(version)
+        with self._plan_lock:
+            if wanted not in self._plans:
+                self._plans[wanted] = plan_table(wanted)
+            return self._plans[wanted]
+
+    def register_step(self, attempt: Attempt, rank: int, epoch: int, step: Any) -> tuple[int, Any] | None:
+        """See AttemptBook.register_step."""
+        with self._lock:
+            return self._book.register_step(attempt, rank, epoch, step)
+
+    def record(self, attempt: Attempt, rank: int, progress: RankProgress) -> None:
+        """See AttemptBook.record."""
+        with self._lock:
+            self._book.record(attempt, rank, progress)
+
+    def snapshot(self, run: str | None) -> tuple[list[str], dict[int, RankProgress]]:
+        """(names of the runs, ranks of `run`, or of the only run)."""
+        with self._lock:
+            runs = self._book.runs()
+            name = run if run is not None else (runs[0] if len(runs) == 1 else None)
+            return runs, self._book.snapshot(name) if name is not None else {}
+
+
+def start_coordinator(label: str) -> ray.actor.ActorHandle:
+    """A coordinator owned by this process."""
+    return (
+        ray.remote(StreamCoordinator)
+        .options(
+            num_cpus=0,
+            max_concurrency=CALLS_AT_A_TIME,
+            max_restarts=MAX_RESTARTS,
+            max_task_retries=CALL_RETRIES,
+        )
+        .remote(label)
+    )

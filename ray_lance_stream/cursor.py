@@ -1,0 +1,223 @@
+"""Where the training loop is: the walk of one pass over an epoch, and the cursor that counts received rows.
+
+Pure arithmetic. A pass delivers the rows of one split block, cycle by cycle. The cursor follows what the loop has
+received, never what was prefetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from ray_lance_stream.errors import IterationError
+from ray_lance_stream.splits import SplitBlock, SplitGrid
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the stream.
+
+    Attributes:
+        epoch: from 0.
+        cycle: cycles of the epoch that are done, `samples_consumed_per_split`.
+        partial_rows: rows of the next cycle that this rank has received already; 0 at a cycle boundary.
+    """
+
+    epoch: int
+    cycle: int = 0
+    partial_rows: int = 0
+
+
+@dataclass(frozen=True)
+class ChunkSpan:
+    """A run of cycles [start, stop) of a block, less `skip_rows` rows at its start, cut to `num_rows` rows.
+
+    `end_row` is the number of rows of the pass up to and including this span.
+    """
+
+    start: int
+    stop: int
+    skip_rows: int
+    num_rows: int
+    end_row: int
+
+
+CycleRange = tuple[int, int]
+
+
+def without(ranges: Sequence[CycleRange], cut: Sequence[CycleRange]) -> tuple[CycleRange, ...]:
+    """The cycle ranges of `ranges` less those of `cut`; both ascending and disjoint."""
+    kept: list[CycleRange] = []
+    for start, stop in ranges:
+        for lo, hi in cut:
+            if hi <= start or lo >= stop:
+                continue
+            if lo > start:
+                kept.append((start, lo))
+            start = max(start, hi)
+        if start < stop:
+            kept.append((start, stop))
+    return tuple(kept)
+
+
+@dataclass(frozen=True)
+class EpochWalk:
+    """The rows that one pass delivers to one rank.
+
+    Attributes:
+        grid, block: whose rows.
+        start: the first row of the pass.
+        skipped: cycle ranges that this epoch leaves out, ascending and disjoint.
+        batch_size: with `drop_last`, the pass ends after the last whole batch of this many rows.
+        drop_last: see batch_size.
+    """
+
+    grid: SplitGrid
+    block: SplitBlock
+    start: Position
+    skipped: tuple[CycleRange, ...] = ()
+    batch_size: int | None = None
+    drop_last: bool = False
+
+    @cached_property
+    def ranges(self) -> tuple[CycleRange, ...]:
+        """Cycle ranges of the pass, ascending."""
+        return without([(self.start.cycle, self.grid.num_cycles)], self.skipped)
+
+    @property
+    def skip_rows(self) -> int:
+        """Rows of the first cycle that were delivered before; none if that cycle is skipped."""
+        ranges = self.ranges
+        return self.start.partial_rows if ranges and ranges[0][0] == self.start.cycle else 0
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows that the pass delivers."""
+        rows = sum(self.grid.block_rows(self.block, lo, hi) for lo, hi in self.ranges) - self.skip_rows
+        rows = max(rows, 0)
+        if self.drop_last and self.batch_size:
+            rows -= rows % self.batch_size
+        return rows
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that the pass delivers; needs batch_size."""
+        assert self.batch_size
+        return -(-self.num_rows // self.batch_size)
+
+    def next_span(self, after: ChunkSpan | None, max_cycles: int) -> ChunkSpan | None:
+        """The span that follows `after` (None: the first), of at most `max_cycles` cycles; None at the end."""
+        left = self.num_rows - (after.end_row if after else 0)
+        if left <= 0:
+            return None
+        at = after.stop if after else self.start.cycle
+        for lo, hi in self.ranges:
+            if at >= hi:
+                continue
+            start = max(at, lo)
+            stop = min(start + max(max_cycles, 1), hi)
+            skip = 0 if after else self.skip_rows
+            rows = min(self.grid.block_rows(self.block, start, stop) - skip, left)
+            return ChunkSpan(start, stop, skip, rows, (after.end_row if after else 0) + rows)
+        return None
+
+    def position_after(self, rows: int) -> Position:
+        """Where the loop is after `rows` rows of the pass; a finished pass is the start of the next epoch."""
+        if rows >= self.num_rows:
+            return Position(self.start.epoch + 1)
+        if rows == 0:
+            return self.start
+        rows += self.skip_rows
+        for lo, hi in self.ranges:
+            size = self.grid.block_rows(self.block, lo, hi)
+            if rows < size:
+                cycles, partial = divmod(rows, self.block.size)
+                return Position(self.start.epoch, lo + cycles, partial)
+            if rows == size:
+                return Position(self.start.epoch, hi)
+            rows -= size
+        raise AssertionError("unreachable: rows is less than the rows of the pass")
+
+
+class _Pass(Enum):
+    OPEN = "open"  # the next pass begins at the position
+    LIVE = "live"  # a pass runs
+    LEFT = "left"  # the loop broke out: the next pass is the next epoch
+
+
+class Cursor:
+    """The position of one shard, moved by received rows.
+
+    | now  | begin()          | received all | leave() | set_epoch(e) | load(p)  |
+    | ---- | ---------------- | ------------ | ------- | ------------ | -------- |
+    | OPEN | LIVE at position | -            | OPEN    | OPEN (e, 0)* | OPEN (p) |
+    | LIVE | LIVE, epoch + 1  | OPEN e + 1   | LEFT    | OPEN (e, 0)  | error    |
+    | LEFT | LIVE, epoch + 1  | -            | LEFT    | OPEN (e, 0)  | OPEN (p) |
+
+    * an open position inside epoch e stays: `set_epoch(shard.epoch)` after a resume must not undo the resume.
+    """
+
+    def __init__(self, position: Position) -> None:
+        self._pass = _Pass.OPEN
+        self._start = position
+        self._walk: EpochWalk | None = None
+        self._rows = 0
+
+    @property
+    def live(self) -> bool:
+        """Whether a pass runs."""
+        return self._pass is _Pass.LIVE
+
+    @property
+    def position(self) -> Position:
+        """Where the loop is."""
+        return self._walk.position_after(self._rows) if self._walk else self._start
+
+    @property
+    def next_start(self) -> Position:
+        """Where the next pass begins."""
+        position = self.position
+        return position if self._pass is _Pass.OPEN else Position(position.epoch + 1)
+
+    def begin(self, walk: EpochWalk) -> None:
+        """Start a pass; `walk` starts at `next_start`."""
+        self._start, self._walk, self._rows = walk.start, walk, 0
+        self._pass = _Pass.LIVE
+
+    def received(self, rows: int) -> None:
+        """The loop has received `rows` more rows of the running pass."""
+        assert self._walk is not None
+        self._rows += rows
+        if self._rows >= self._walk.num_rows:
+            self._pass = _Pass.OPEN
+
+    def leave(self) -> None:
+        """The running pass has ended; if that is before its last row, the loop broke out."""
+        if self._pass is _Pass.LIVE:
+            assert self._walk is not None
+            self._pass = _Pass.LEFT if self._walk.num_rows else _Pass.OPEN
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is epoch `epoch`; keeps an open position inside that epoch."""
+        if self._pass is _Pass.OPEN and self.position.epoch == epoch:
+            return
+        self._open(Position(epoch))
+
+    def load(self, position: Position) -> None:
+        """Continue from a saved position.
+
+        Raises:
+            IterationError: a pass is running.
+        """
+        if self.live:
+            raise IterationError(
+                "a saved position must be loaded before iteration starts, but an iterator of this shard is live; "
+                "exhaust it or close() it first"
+            )
+        self._open(position)
+
+    def _open(self, position: Position) -> None:
+        self._start, self._walk, self._rows = position, None, 0
+        self._pass = _Pass.OPEN

@@ -1,0 +1,138 @@
+"""EpochPass: one pass of a shard over an epoch, as the DataIterator that Ray's batching runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import ray
+from ray.data import DataContext, DataIterator, Schema
+
+from ray_lance_stream._ray_data import BatchIterator, RefBundle, ShardBatchIterator, block_rows, ref_bundle, with_tensor_columns
+from ray_lance_stream.cursor import EpochWalk
+from ray_lance_stream.errors import IterationError, ReadError
+from ray_lance_stream.window import ENDED, ReadWindow
+
+if TYPE_CHECKING:
+    from ray_lance_stream.shard import StreamShard
+
+
+class EpochPass(DataIterator):
+    """Begins when its first item is asked for; ends at the last row, at a `break`, or when the shard begins another.
+
+    Args:
+        shard: whose rows.
+        batch_size: rows per batch; None: blocks.
+        drop_last: leave out a last batch that is not whole.
+    """
+
+    def __init__(self, shard: StreamShard, batch_size: int | None, drop_last: bool) -> None:
+        self._shard = shard
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self._count_batches = True
+        self._walk: EpochWalk | None = None
+        self._window: ReadWindow | None = None
+        self._given_rows = 0
+
+    # ---- three ways to deliver
+
+    def batches(self, **kwargs: Any) -> Iterator[Any]:
+        """Batches as Ray makes them."""
+        return iter(super()._iter_batches(batch_size=self.batch_size, drop_last=self.drop_last, **kwargs))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Rows as dicts; each counts when it is handed out."""
+        self._count_batches = False
+        with closing(self.batches(batch_format=None, prefetch_batches=1)) as blocks:  # type: ignore[type-var]
+            for block in blocks:
+                for row in block_rows(block):
+                    self._received(1)
+                    yield row
+
+    def bundles(self) -> Iterator[RefBundle]:
+        """Blocks as references; each counts when it is handed out."""
+        self._to_ref_bundle_iterator()
+        assert self._window is not None
+        try:
+            for ref, info in self._window:
+                self._given_rows += info.num_rows
+                self._received(info.num_rows)
+                yield ref_bundle(ray.put(self._fetch(ref)), info.num_rows, info.size_bytes)
+            self._check_complete()
+        finally:
+            self._on_iteration_end(None)
+
+    # ---- DataIterator
+
+    def _to_ref_bundle_iterator(self) -> Any:
+        self._walk = self._shard._begin_pass(self)
+        self._window = window = self._shard._new_window(self._walk)
+        bundles = (ref_bundle(ref, info.num_rows, info.size_bytes) for ref, info in window)
+        return bundles, self._shard._stats, None
+
+    def _create_batch_iterator(self, ref_bundles_iter: Iterator[RefBundle], *args: Any, **kwargs: Any) -> BatchIterator:
+        return ShardBatchIterator(
+            ref_bundles_iter,
+            fetch=self._fetch,
+            on_batch=self._on_batch,
+            on_end=self._check_complete,
+            **kwargs,
+        )
+
+    def _on_iteration_end(self, executor: Any) -> None:
+        self._shard._end_pass(self)
+
+    def close(self) -> None:
+        """Let reads and blocks go."""
+        if self._window is not None:
+            self._window.close()
+
+    def stats(self) -> str:
+        """As the shard's."""
+        return self._shard.stats()
+
+    def schema(self) -> Schema:
+        """As the shard's."""
+        return self._shard.schema()
+
+    def get_context(self) -> DataContext:
+        """As the shard's."""
+        return self._shard.get_context()
+
+    def _get_dataset_tag(self) -> dict[str, Any]:
+        return self._shard._get_dataset_tag()
+
+    # ---- counting
+
+    def _fetch(self, ref: ray.ObjectRef) -> pa.Table:
+        assert self._window is not None
+        try:
+            return with_tensor_columns(self._window.fetch(ref))
+        except ValueError as error:
+            raise ReadError(
+                f"stream {self._shard.name!r}: {error}; leave the column out with columns=[...] or its nulls with "
+                "filter='... IS NOT NULL'"
+            ) from None
+
+    def _on_batch(self, rows: int) -> None:
+        self._given_rows += rows
+        if self._count_batches:
+            self._received(rows)
+
+    def _received(self, rows: int) -> None:
+        if not self._shard._is_current(self):
+            raise IterationError(ENDED)
+        assert self._window is not None
+        self._window.received(rows)
+        self._shard._received(rows)
+
+    def _check_complete(self) -> None:
+        assert self._walk is not None
+        if self._shard._is_current(self) and self._given_rows != self._walk.num_rows:
+            raise IterationError(
+                f"the pass over epoch {self._walk.start.epoch} ended after {self._given_rows} of {self._walk.num_rows} "
+                "rows: a thread of Ray's batching ended without an error; see the worker's log for its cause"
+            )

@@ -1,0 +1,55 @@
+"""Exception tree.
+
+Every error says the rule that was broken, the actual value and the remedy, and can be pickled: it is often raised in a
+Ray actor and shown on the driver. Messages never hold storage options.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class StreamError(Exception):
+    """Base of every error that ray_lance_stream raises on purpose."""
+
+
+class ConfigError(StreamError, ValueError):
+    """An argument of `lance_stream`, of an `iter_*` call or of the trainer cannot be served."""
+
+
+class TableError(StreamError, RuntimeError):
+    """A table cannot be opened, or is not one that a worker on another machine could read."""
+
+
+class VersionNotFoundError(TableError):
+    """The pinned or recorded version of the table no longer exists."""
+
+
+class ReadError(StreamError, RuntimeError):
+    """Rows could not be read, after the allowed number of attempts."""
+
+
+class IterationError(StreamError, RuntimeError):
+    """An iterator was used in a way that has no right answer, or ended before all its rows were delivered."""
+
+
+class StateError(StreamError, ValueError):
+    """A saved position is missing, malformed or of an unknown format."""
+
+
+class StateMismatchError(StateError):
+    """A saved position belongs to another row order than this stream's.
+
+    Attributes:
+        differences: one (field, saved value, current value) per field that must agree and does not.
+    """
+
+    def __init__(self, differences: list[tuple[str, Any, Any]], remedy: str = "") -> None:
+        super().__init__(differences, remedy)
+        self.differences = differences
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        fields = "; ".join(f"{name}: saved {saved!r}, current {now!r}" for name, saved, now in self.differences)
+        text = f"the saved stream state does not fit this stream ({fields})"
+        return f"{text}. {self.remedy}" if self.remedy else text

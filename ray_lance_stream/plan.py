@@ -1,0 +1,60 @@
+"""StreamPlan: (order, grid, matched rows) -> the table rows of any chunk. Pure, O(chunk)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.order import Order
+from ray_lance_stream.splits import SplitBlock, SplitGrid
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Which table rows a split block delivers, in which order.
+
+    Attributes:
+        order: the row order over grid.num_rows rows.
+        grid: the splits.
+        matched: int64 [N], ascending offsets of the rows that match the filter; None without a filter.
+    """
+
+    order: Order
+    grid: SplitGrid
+    matched: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {self.order.num_rows, self.grid.num_rows}
+        if self.matched is not None:
+            sizes.add(len(self.matched))
+        if len(sizes) != 1:
+            raise ConfigError(f"order, grid and matched rows must have the same number of rows, got {sorted(sizes)}")
+
+    def order_index(self, block: SplitBlock, start: int, stop: int) -> np.ndarray:
+        """int64 [rows]: index in the order of each row of the cycles [start, stop) of a block, in cycle order."""
+        per_split = self.grid.rows_per_split
+        cycles = np.arange(start, min(stop, per_split), dtype=np.int64)
+        first = np.arange(block.lo, block.hi, dtype=np.int64) * per_split
+        index = (cycles[:, None] + first[None, :]).reshape(-1)
+        if start <= per_split < stop:
+            tail = np.arange(block.lo, block.lo + self.grid.tail_rows(block), dtype=np.int64)
+            index = np.concatenate([index, per_split * self.grid.num_splits + tail])
+        return index
+
+    def rows(self, epoch: int, block: SplitBlock, start: int, stop: int) -> np.ndarray:
+        """int64 [rows]: table row offsets of the cycles [start, stop) of a block, in the order of delivery."""
+        rows = self.order.rows(epoch, self.order_index(block, start, stop))
+        return rows if self.matched is None else np.asarray(self.matched[rows], dtype=np.int64)
+
+    def fingerprint(self, epoch: int = 0) -> str:
+        """A short digest of the plan: the same on every rank that reads the same rows in the same order."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(repr((self.order, self.grid)).encode())
+        whole = SplitBlock(0, self.grid.num_splits)
+        cycles = self.grid.num_cycles
+        for cycle in sorted({0, cycles // 3, cycles // 2, cycles - 1}):
+            digest.update(self.rows(epoch, whole, cycle, cycle + 1).astype("<i8").tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,431 @@
+"""StreamShard: the `ray.data.DataIterator` of one rank. It knows the position and restores it; a pass does the reading."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.data import DataContext, DataIterator, Schema
+
+from ray_lance_stream import train
+from ray_lance_stream._ray_data import DatasetStats, as_iterable, attempt_key, with_tensor_columns
+from ray_lance_stream.batching import BATCH_SIZE_OF_STREAM, BatchSizeRule
+from ray_lance_stream.config import ReadPlan, StreamConfig
+from ray_lance_stream.coordinator import Attempt, RankProgress
+from ray_lance_stream.cursor import ChunkSpan, Cursor, EpochWalk, Position
+from ray_lance_stream.errors import ConfigError, IterationError, StateError
+from ray_lance_stream.epoch_pass import EpochPass
+from ray_lance_stream.reader import ReadRequest
+from ray_lance_stream.source import projected_schema
+from ray_lance_stream.splits import SplitBlock, data_rank, split_block
+from ray_lance_stream.state import PartialCycle, StreamState, check_fits, skipped_in
+from ray_lance_stream.window import ChunkSizer, ReaderPool, ReadWindow
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 1.0
+COORDINATOR_TIMEOUT_S = 60.0
+
+
+class StreamShard(DataIterator):
+    """One rank's share of a LanceStream.
+
+    Each `iter()` of what an `iter_*` call returns is one epoch: the first after a resume finishes the open epoch, the
+    next ones go on with the next epoch, each in its own order. After a `break` the next one is the next epoch. One pass
+    runs at a time: a new one ends the one before it.
+
+    Args:
+        name: stream name, as in `datasets={name: ...}`.
+        plan: what is read.
+        config: how it is delivered.
+        coordinator: the stream's coordinator actor.
+        attempt: the worker group that this shard belongs to.
+        rank: this rank.
+        context: Ray Data context of the batches.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plan: ReadPlan,
+        config: StreamConfig,
+        coordinator: ray.actor.ActorHandle,
+        attempt: Attempt,
+        rank: int,
+        context: DataContext,
+    ) -> None:
+        self.name = name
+        self.world_rank = rank
+        self._plan = plan.with_splits(attempt.world_size // config.replicas)
+        self._config = config
+        self._coordinator = coordinator
+        self._attempt = attempt
+        self._context = context.copy()
+        # Ray's batch threads finish in any order; this makes its iterator put the batches back in order.
+        self._context.execution_options.preserve_order = True
+        self._reset_runtime()
+
+    def _reset_runtime(self) -> None:
+        self._cursor: Cursor | None = None
+        self._pass: EpochPass | None = None
+        self._stats = DatasetStats(metadata={}, parent=None)
+        self._pool = ReaderPool(self._config.readers_per_worker, self._new_reader)
+        _, world = data_rank(self._attempt.world_size, self.world_rank, self._config.replicas)
+        self._batch_rule = BatchSizeRule(self._plan.grid, self._block, world, self._config.global_batch_size)
+        self._first_batch_s: float | None = None
+        self._told_s = 0.0
+        self._rows = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        runtime = ("_cursor", "_pass", "_stats", "_pool", "_batch_rule", "_first_batch_s", "_told_s", "_rows")
+        return {key: value for key, value in self.__dict__.items() if key not in runtime}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset_runtime()
+        train.register(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"StreamShard(name={self.name!r}, rank={self.world_rank} of {self._attempt.world_size}, "
+            f"splits=[{self.split_block[0]}, {self.split_block[1]}) of {self._plan.grid.num_splits})"
+        )
+
+    # ---- what this shard delivers
+
+    @property
+    def evaluation(self) -> bool:
+        """Whether every pass is whole and never resumed."""
+        return self._config.evaluation
+
+    @property
+    def split_block(self) -> tuple[int, int]:
+        """(lo, hi): the contiguous splits of this rank."""
+        block = self._block
+        return block.lo, block.hi
+
+    @property
+    def _block(self) -> SplitBlock:
+        rank, world = data_rank(self._attempt.world_size, self.world_rank, self._config.replicas)
+        return split_block(self._plan.grid.num_splits, world, rank)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this rank receives in a whole epoch."""
+        return self._walk(Position(self.epoch)).num_rows
+
+    @property
+    def loss_weight(self) -> float:
+        """k_r * W / S: multiply the mean loss of a rank with it where blocks differ, and the mean gradient is exact.
+
+        DDP averages the ranks' gradients as equals; a rank with k_r of S splits holds k_r / S of a global step.
+        """
+        _, world = data_rank(self._attempt.world_size, self.world_rank, self._config.replicas)
+        return self._block.size * world / self._plan.grid.num_splits
+
+    def local_batch_size(self, global_batch_size: int) -> int:
+        """m * k: this rank's rows of a global step of `global_batch_size` rows.
+
+        Raises:
+            ConfigError: global_batch_size is no positive multiple of num_splits.
+        """
+        return self._plan.grid.cycles_per_step(global_batch_size) * self._block.size
+
+    def num_batches(self, batch_size: int | None = None, drop_last: bool = False) -> int:
+        """Batches that the next pass delivers: those left of an open epoch after a resume, else those of an epoch."""
+        rule = self._batch_rule
+        self._restore()
+        assert self._cursor is not None
+        size = rule.resolve(batch_size if batch_size is not None else BATCH_SIZE_OF_STREAM)
+        return self._walk(self._cursor.next_start, size, drop_last).num_batches
+
+    # ---- iteration
+
+    def iter_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
+        """`ray.data.DataIterator.iter_batches`; batch_size defaults to this rank's share of global_batch_size."""
+        return super().iter_batches(batch_size=batch_size, **kwargs)
+
+    def iter_torch_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
+        """`ray.data.DataIterator.iter_torch_batches`; batch_size defaults to this rank's share of global_batch_size."""
+        return super().iter_torch_batches(batch_size=batch_size, **kwargs)
+
+    def iter_tf_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
+        """`ray.data.DataIterator.iter_tf_batches`; batch_size defaults to this rank's share of global_batch_size."""
+        return super().iter_tf_batches(batch_size=batch_size, **kwargs)
+
+    def iter_rows(self) -> Any:
+        """The rows as dicts, counted one by one."""
+        return as_iterable(lambda: self._new_pass(None, drop_last=False).rows())
+
+    def _iter_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, drop_last: bool = False, **kwargs: Any) -> Any:
+        """What every `iter_*` call of Ray comes down to."""
+        for name in ("local_shuffle_buffer_size", "local_shuffle_seed"):
+            if kwargs.pop(name, None) is not None:
+                raise ConfigError(
+                    f"{name} must not be given: a shuffle buffer loses its rows when a run stops and makes steps depend "
+                    "on the number of workers; the stream is shuffled by its order (shuffle=True, shuffle_seed=...)"
+                )
+
+        def make_iterator() -> Any:
+            size = self._batch_rule.resolve(batch_size)
+            return self._new_pass(size, drop_last).batches(**kwargs)
+
+        return as_iterable(make_iterator)
+
+    def _to_ref_bundle_iterator(self) -> Any:
+        """For `materialize()`: one pass as blocks."""
+        new_pass = self._new_pass(None, drop_last=False)
+        return new_pass.bundles(), self._stats, None
+
+    def _new_pass(self, batch_size: int | None, drop_last: bool) -> EpochPass:
+        """A pass that begins when its first item is asked for."""
+        self._restore()
+        assert self._cursor is not None
+        if batch_size is not None:
+            walk = self._walk(self._cursor.next_start, batch_size, drop_last)
+            whole_epoch = walk.start.cycle == 0 and walk.start.partial_rows == 0
+            if whole_epoch and walk.num_rows == 0:
+                raise ConfigError(
+                    f"an epoch must have at least one batch, but this rank has "
+                    f"{self._walk(walk.start).num_rows} rows in it, fewer than batch_size={batch_size}, and drop_last=True "
+                    "drops them; use a smaller batch size, fewer workers or drop_last=False"
+                )
+        return EpochPass(self, batch_size, drop_last)
+
+    def _walk(self, start: Position, batch_size: int | None = None, drop_last: bool = False) -> EpochWalk:
+        skipped = skipped_in(self._config.skipped, start.epoch)
+        return EpochWalk(self._plan.grid, self._block, start, skipped, batch_size, drop_last)
+
+    # ---- called by a pass
+
+    def _new_window(self, walk: EpochWalk) -> ReadWindow:
+        def make_request(span: ChunkSpan) -> ReadRequest:
+            return ReadRequest(self._plan, walk.start.epoch, self._block, span)
+
+        first_rows = walk.batch_size or self._block.size
+        sizer = ChunkSizer(self._config, self._block.size, self._plan.row_bytes, first_rows)
+        return ReadWindow(walk, make_request, self._pool, sizer, self._config)
+
+    def _begin_pass(self, new: EpochPass) -> EpochWalk:
+        """End the pass before, move to where the next one starts and return its walk."""
+        self._restore()
+        assert self._cursor is not None
+        if self._pass is not None:
+            self._end_pass(self._pass)
+        walk = self._walk(self._cursor.next_start, new.batch_size, new.drop_last)
+        if new.batch_size is not None:
+            self._agree_on_step(walk.start.epoch, new.batch_size, new.drop_last)
+        self._cursor.begin(walk)
+        self._pass = new
+        return walk
+
+    def _received(self, rows: int) -> None:
+        assert self._cursor is not None
+        now_s = time.monotonic()
+        if self._first_batch_s is None:
+            self._first_batch_s = now_s
+        self._cursor.received(rows)
+        self._rows += rows
+        if now_s - self._told_s > PROGRESS_INTERVAL_S:
+            self._tell()
+
+    def _end_pass(self, ended: EpochPass) -> None:
+        if self._pass is not ended:
+            return
+        self._pass = None
+        ended.close()
+        assert self._cursor is not None
+        self._cursor.leave()
+        self._tell()
+
+    def _is_current(self, this: EpochPass) -> bool:
+        return self._pass is this
+
+    def _agree_on_step(self, epoch: int, batch_size: int, drop_last: bool) -> None:
+        """Ranks must step alike or a collective would hang: the first one that differs raises here."""
+        cycles = self._batch_rule.cycles_per_batch(batch_size)
+        call = self._coordinator.register_step.remote(
+            self._attempt, self.world_rank, epoch, (str(cycles), batch_size, self._block.size, drop_last)
+        )
+        other = ray.get(call, timeout=COORDINATOR_TIMEOUT_S)
+        if other is None or (other[1][0], other[1][3]) == (str(cycles), drop_last):
+            return
+        rank, (their_cycles, their_size, their_splits, their_drop) = other
+        raise ConfigError(
+            f"all ranks must take the same number of cycles per batch, but in epoch {epoch} of stream {self.name!r} rank "
+            f"{self.world_rank} uses batch_size={batch_size} on {self._block.size} splits (drop_last={drop_last}) and rank "
+            f"{rank} uses batch_size={their_size} on {their_splits} splits (drop_last={their_drop}); use "
+            "shard.local_batch_size(global_batch_size) on every rank"
+        )
+
+    # ---- position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next pass, or the running one, belongs to."""
+        self._restore()
+        assert self._cursor is not None
+        return self._cursor.position.epoch if self._cursor.live else self._cursor.next_start.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass epoch `epoch`; ends a running pass.
+
+        Where the open position already lies in that epoch, as after a resume, it stays.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ConfigError(f"epoch must be an int >= 0, got {epoch!r}")
+        self._restore()
+        if self._pass is not None:
+            self._end_pass(self._pass)
+        assert self._cursor is not None
+        self._cursor.set_epoch(epoch)
+
+    def state(self) -> StreamState:
+        """`state_dict()` as an object."""
+        self._restore()
+        assert self._cursor is not None
+        position = self._cursor.position
+        partial = None
+        if position.partial_rows:
+            partial = PartialCycle(position.partial_rows, self._attempt.world_size // self._config.replicas)
+        return StreamState(
+            identity=self._plan.identity(self._config.replicas),
+            epoch=position.epoch,
+            samples_consumed_per_split=position.cycle,
+            global_batch_size=self._config.global_batch_size,
+            partial=partial,
+            skipped=self._config.skipped,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the loop as JSON values (< 2 KB): what it has received, not what was prefetched.
+
+        Needs no other rank and no read; the same on every rank at a step boundary.
+        """
+        return self.state().to_dict()
+
+    def save_state(self, directory: str | os.PathLike[str]) -> None:
+        """Write the state into a directory that you make a checkpoint of, for use with plain `ray.train.report`."""
+        train.save_state_file(directory, self.name, self.state())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position; comes before everything that Ray Train or `resume_from` would restore.
+
+        Raises:
+            StateError: malformed, or this is an evaluation stream.
+            StateMismatchError: the state belongs to another row order.
+            IterationError: an iterator of this shard is live.
+        """
+        if self._cursor is not None and self._cursor.live:
+            self._cursor.load(Position(0))  # raises
+        self._load(StreamState.from_dict(state))
+
+    def _load(self, saved: StreamState) -> None:
+        if self.evaluation:
+            raise StateError("a stream with evaluation=True is never resumed; make it without evaluation=True")
+        plan = self._plan
+        if saved.identity.table_version != plan.table.version:
+            current = plan.identity(self._config.replicas)
+            check_fits(saved, current.at(saved.identity))
+            plan = self._call("plan_at", plan, saved.identity.table_version)
+        check_fits(saved, plan.identity(self._config.replicas))
+        self._plan = plan
+        self._config = self._config.with_skipped(saved.skipped)
+        cursor = self._cursor or Cursor(Position(0))
+        cursor.load(self._saved_position(saved))
+        self._cursor = cursor
+
+    def _saved_position(self, saved: StreamState) -> Position:
+        _, world = data_rank(self._attempt.world_size, self.world_rank, self._config.replicas)
+        if saved.global_batch_size != self._config.global_batch_size:
+            logger.warning(
+                "stream %r: global_batch_size was %s when the state was saved and is %s now; steps are regrouped from here",
+                self.name,
+                saved.global_batch_size,
+                self._config.global_batch_size,
+            )
+        position = saved.position()
+        if saved.partial is not None and saved.partial.world_size == world:
+            position = Position(position.epoch, position.cycle, saved.partial.rows)
+        elif saved.partial is not None:
+            logger.warning(
+                "stream %r: the state was saved inside a cycle on %d workers and is loaded on %d: up to %d rows are "
+                "delivered again; save at steps whose global batch is a multiple of num_splits=%d",
+                self.name,
+                saved.partial.world_size,
+                world,
+                saved.partial.rows * saved.partial.world_size,
+                self._plan.grid.num_splits,
+            )
+        return Position(position.epoch + 1) if position.cycle >= self._plan.grid.num_cycles else position
+
+    def _restore(self) -> None:
+        """On first use: from the attempt's checkpoint, else `resume_from`, else the beginning."""
+        if self._cursor is not None:
+            return
+        saved = None
+        if not self.evaluation:
+            checkpoint = train.attempt_checkpoint() if self._config.resume == "auto" else None
+            saved = train.state_in(checkpoint, self.name) if checkpoint is not None else None
+            if saved is None and checkpoint is None:
+                saved = self._config.resume_state(self.name)
+        if saved is None:
+            self._cursor = Cursor(Position(self._config.epoch))
+        else:
+            self._load(saved)
+            logger.info(
+                "stream %r rank %d continues at epoch %d, samples_consumed_per_split %d",
+                self.name,
+                self.world_rank,
+                saved.epoch,
+                saved.samples_consumed_per_split,
+            )
+        self._tell()
+
+    # ---- coordinator, readers, description
+
+    def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return ray.get(getattr(self._coordinator, method).remote(*args))
+        except ray.exceptions.RayTaskError as error:
+            raise error.as_instanceof_cause() from None
+
+    def _new_reader(self) -> ray.actor.ActorHandle:
+        lo, hi = self.split_block
+        return self._call("reader", f"{self.name} {lo}:{hi}", ray.get_runtime_context().get_node_id())
+
+    def _tell(self) -> None:
+        """Tell the coordinator how far this rank is; waits for nothing."""
+        if not ray.is_initialized():  # a pass that the interpreter ends as it exits
+            return
+        self._told_s = time.monotonic()
+        elapsed_s = self._told_s - self._first_batch_s if self._first_batch_s is not None else 0.0
+        attempt = Attempt(self._attempt.attempt_id, train.run_name(), self._attempt.world_size)
+        self._coordinator.record.remote(attempt, self.world_rank, RankProgress(self.state(), self._rows, elapsed_s))
+
+    def close(self) -> None:
+        """End a running pass and let the readers go; a later `iter_*` call starts new ones."""
+        if self._pass is not None:
+            self._end_pass(self._pass)
+        self._pool.clear()
+
+    def schema(self) -> Schema:
+        """Columns and types of the batches."""
+        empty = projected_schema(self._plan.table, list(self._plan.columns)).empty_table()
+        return Schema(with_tensor_columns(empty).schema)
+
+    def stats(self) -> str:
+        """Time spent waiting, fetching and converting, in Ray Data's words."""
+        return self._stats.to_summary().to_string()
+
+    def get_context(self) -> DataContext:
+        """The Ray Data context of the batches."""
+        return self._context
+
+    def _get_dataset_tag(self) -> dict[str, Any]:
+        return {"dataset": f"lance_stream_{self.name}", "split_index": str(self.world_rank)}

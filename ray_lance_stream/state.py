@@ -1,0 +1,260 @@
+"""StreamState: the position of a stream as small JSON, and the rules by which one is compared, merged and loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from ray_lance_stream.cursor import CycleRange, Position
+from ray_lance_stream.errors import StateError, StateMismatchError
+
+STATE_FORMAT = 1
+
+SkippedCycles = tuple[tuple[int, int, int], ...]  # (epoch, first cycle, end cycle), sorted
+
+
+@dataclass(frozen=True)
+class StreamIdentity:
+    """Everything that fixes the row order. `table_uri` holds no secrets."""
+
+    table_uri: str
+    table_version: int
+    num_rows: int
+    filter: str | None
+    order: str
+    shuffle: bool
+    shuffle_seed: int
+    shuffle_clump_size: int | None
+    num_splits: int
+    drop_remainder: bool
+    replicas: int
+
+    def differences(self, current: StreamIdentity) -> list[tuple[str, Any, Any]]:
+        """(field, saved, current) of each field that must agree and does not; the table version may differ."""
+        names = [f.name for f in fields(self) if f.name != "table_version"]
+        pairs = [(name, getattr(self, name), getattr(current, name)) for name in names]
+        return [(name, saved, now) for name, saved, now in pairs if saved != now]
+
+    def at(self, saved: StreamIdentity, **changes: Any) -> StreamIdentity:
+        """This identity at the table version of `saved`, whose row count is not known before it is planned."""
+        return replace(self, table_version=saved.table_version, num_rows=saved.num_rows, **changes)
+
+
+@dataclass(frozen=True)
+class PartialCycle:
+    """Rows of the open cycle that each rank of a world of `world_size` has received beyond the last cycle boundary."""
+
+    rows: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """A position in a stream, with all that is needed to tell whether another stream may continue from it.
+
+    Attributes:
+        identity: what fixes the order.
+        epoch: the open epoch; a finished epoch e is written as (e + 1, 0).
+        samples_consumed_per_split: cycles of that epoch that are done.
+        global_batch_size: G where the stream was made with one; steps are regrouped when it changes.
+        partial: rows received beyond the last cycle boundary; None at a boundary.
+        skipped: cycles that the user took out of an epoch.
+    """
+
+    identity: StreamIdentity
+    epoch: int
+    samples_consumed_per_split: int
+    global_batch_size: int | None = None
+    partial: PartialCycle | None = None
+    skipped: SkippedCycles = ()
+
+    def position(self) -> Position:
+        """The position at the last cycle boundary."""
+        return Position(self.epoch, self.samples_consumed_per_split)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A flat dict of JSON values."""
+        return {
+            "format": STATE_FORMAT,
+            **asdict(self.identity),
+            "epoch": self.epoch,
+            "samples_consumed_per_split": self.samples_consumed_per_split,
+            "global_batch_size": self.global_batch_size,
+            "partial": asdict(self.partial) if self.partial else None,
+            "skipped": [list(entry) for entry in self.skipped],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> StreamState:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            StateError: no dict, another format, a missing or unknown field, or a value of the wrong kind.
+        """
+        if not isinstance(data, Mapping):
+            raise StateError(f"a stream state is a dict as state_dict() returns it, got {type(data).__name__}")
+        if data.get("format") != STATE_FORMAT:
+            raise StateError(
+                f"this release reads stream states of format {STATE_FORMAT}, got format={data.get('format')!r}; "
+                "load it with the release that wrote it"
+            )
+        _check_fields(data)
+        identity = StreamIdentity(**{f.name: data[f.name] for f in fields(StreamIdentity)})
+        partial = data["partial"]
+        return cls(
+            identity=identity,
+            epoch=data["epoch"],
+            samples_consumed_per_split=data["samples_consumed_per_split"],
+            global_batch_size=data["global_batch_size"],
+            partial=PartialCycle(partial["rows"], partial["world_size"]) if partial else None,
+            skipped=tuple(tuple(entry) for entry in data["skipped"]),
+        )
+
+    def skipped_in(self, epoch: int) -> tuple[CycleRange, ...]:
+        """Cycle ranges left out of one epoch."""
+        return skipped_in(self.skipped, epoch)
+
+
+def skipped_in(skipped: SkippedCycles, epoch: int) -> tuple[CycleRange, ...]:
+    """The cycle ranges of `skipped` that belong to one epoch, ascending and disjoint."""
+    return union((lo, hi) for e, lo, hi in skipped if e == epoch)
+
+
+def union(ranges: Iterable[CycleRange]) -> tuple[CycleRange, ...]:
+    """Ascending, disjoint ranges that cover the same cycles."""
+    merged: list[CycleRange] = []
+    for lo, hi in sorted(ranges):
+        if merged and lo <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(hi, merged[-1][1]))
+        else:
+            merged.append((lo, hi))
+    return tuple(merged)
+
+
+def _whole(minimum: int) -> Any:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def _optional(check: Any) -> Any:
+    return lambda value: value is None or check(value)
+
+
+def _is(kind: type) -> Any:
+    return lambda value: isinstance(value, kind)
+
+
+def _is_partial(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and set(value) == {"rows", "world_size"}
+        and _whole(1)(value["rows"])
+        and _whole(1)(value["world_size"])
+    )
+
+
+def _is_skipped(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(
+        isinstance(entry, Sequence) and len(entry) == 3 and all(_whole(0)(n) for n in entry) and entry[1] < entry[2]
+        for entry in value
+    )
+
+
+_CHECKS: dict[str, tuple[str, Any]] = {
+    "format": ("an int", _whole(1)),
+    "table_uri": ("text", _is(str)),
+    "table_version": ("an int >= 1", _whole(1)),
+    "num_rows": ("an int >= 1", _whole(1)),
+    "filter": ("text or null", _optional(_is(str))),
+    "order": ("text", _is(str)),
+    "shuffle": ("a bool", _is(bool)),
+    "shuffle_seed": ("an int", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "shuffle_clump_size": ("an int >= 1 or null", _optional(_whole(1))),
+    "num_splits": ("an int >= 1", _whole(1)),
+    "drop_remainder": ("a bool", _is(bool)),
+    "replicas": ("an int >= 1", _whole(1)),
+    "epoch": ("an int >= 0", _whole(0)),
+    "samples_consumed_per_split": ("an int >= 0", _whole(0)),
+    "global_batch_size": ("an int >= 1 or null", _optional(_whole(1))),
+    "partial": ("null or {rows, world_size}", _optional(_is_partial)),
+    "skipped": ("a list of [epoch, first cycle, end cycle]", _is_skipped),
+}
+
+
+def _check_fields(data: Mapping[str, Any]) -> None:
+    missing = sorted(set(_CHECKS) - set(data))
+    unknown = sorted(str(name) for name in set(data) - set(_CHECKS))
+    if missing or unknown:
+        raise StateError(f"a stream state of format {STATE_FORMAT} has fixed fields; missing {missing}, unknown {unknown}")
+    for name, (kind, check) in _CHECKS.items():
+        if not check(data[name]):
+            raise StateError(f"field {name!r} of a stream state must be {kind}, got {data[name]!r}")
+    cycles = -(-data["num_rows"] // data["num_splits"])
+    if data["samples_consumed_per_split"] > cycles:
+        raise StateError(
+            f"samples_consumed_per_split must be at most the {cycles} cycles of an epoch, "
+            f"got {data['samples_consumed_per_split']}"
+        )
+
+
+def check_fits(saved: StreamState, current: StreamIdentity) -> None:
+    """Raise unless a stream with identity `current` may continue from `saved`.
+
+    Raises:
+        StateMismatchError: names each field that must agree, with the saved and the current value.
+    """
+    differences = saved.identity.differences(current)
+    if differences:
+        raise StateMismatchError(
+            differences,
+            "These fields fix the row order: make the stream with the saved values, or start anew (a new run name, "
+            'or resume="manual")',
+        )
+
+
+def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state out of the states of several ranks, taken at the same step.
+
+    At a cycle boundary all ranks have the same state, so one of them is enough; this checks that they agree.
+
+    Raises:
+        StateError: no state, or states of different steps.
+        StateMismatchError: states of different streams.
+    """
+    parsed = [StreamState.from_dict(state) for state in states]
+    if not parsed:
+        raise StateError("merge_state_dicts needs at least one state, got none")
+    first = parsed[0]
+    for other in parsed[1:]:
+        check_fits(other, first.identity)
+        if other.position() != first.position() or other.partial != first.partial:
+            raise StateError(
+                "the states belong to different steps: "
+                + ", ".join(f"({s.epoch}, {s.samples_consumed_per_split}, {s.partial})" for s in parsed)
+                + "; save all ranks at the same step"
+            )
+    skipped = tuple(sorted({entry for state in parsed for entry in state.skipped}))
+    return replace(first, skipped=skipped).to_dict()
+
+
+def dump_states(states: Mapping[str, StreamState]) -> str:
+    """The text of a state file: the states of several streams by name."""
+    streams = {name: state.to_dict() for name, state in sorted(states.items())}
+    return json.dumps({"format": STATE_FORMAT, "streams": streams}, indent=1)
+
+
+def parse_states(text: str) -> dict[str, StreamState]:
+    """Read what `dump_states` wrote.
+
+    Raises:
+        StateError: no JSON (a truncated file), or another layout.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise StateError(f"a stream state file holds JSON, got {text[:60]!r}... ({error}); is it truncated?") from None
+    streams = data.get("streams") if isinstance(data, dict) else None
+    if not isinstance(streams, dict):
+        raise StateError(f"a stream state file holds a dict 'streams', got {str(data)[:60]!r}")
+    return {str(name): StreamState.from_dict(state) for name, state in streams.items()}

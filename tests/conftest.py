@@ -1,0 +1,22 @@
+"""One Ray cluster per test module, with logical CPUs: the machine may have two."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A running cluster of 16 logical CPUs."""
+    import ray
+
+    ray.init(num_cpus=16, object_store_memory=1 << 30, include_dashboard=False, log_to_driver=True)
+    yield
+    ray.shutdown()
