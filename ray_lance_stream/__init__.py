@@ -27,8 +27,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ERRORS = (
-    "ConfigError IterationError ReadError StateError StateMismatchError StreamError TableError VersionNotFoundError"
-).split()
+    "ConfigError",
+    "IterationError",
+    "ReadError",
+    "StateError",
+    "StateMismatchError",
+    "StreamError",
+    "TableError",
+    "VersionNotFoundError",
+)
 _HOME = {
     **dict.fromkeys(_ERRORS, "errors"),
     "LanceStream": "stream",

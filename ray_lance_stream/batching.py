@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 from ray_lance_stream.errors import ConfigError
@@ -92,7 +91,3 @@ class BatchSizeRule:
                 f"({self.block.size} of {self.grid.num_splits} splits), got {batch_size}; leave batch_size out"
             )
         return batch_size
-
-    def cycles_per_batch(self, batch_size: int) -> Fraction:
-        """Cycles that a batch of this rank holds; must be the same on every rank for even steps."""
-        return Fraction(batch_size, self.block.size)

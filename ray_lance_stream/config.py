@@ -31,6 +31,7 @@ class SharedRows:
     def array(self) -> np.ndarray:
         """The rows, without a copy where they lie in this node's object store."""
         if self._rows is None:
+            assert self._ref is not None
             self._rows = ray.get(self._ref)
         return self._rows
 

@@ -26,6 +26,10 @@ MAX_RESTARTS = 16
 CALL_RETRIES = 3
 KEPT_ATTEMPTS = 64
 
+Step = tuple[
+    str, bool, int, int
+]  # cycles per batch and drop_last, which must agree; batch size and splits, for the error
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -55,7 +59,7 @@ class RankProgress:
 class _Record:
     attempt: Attempt
     ranks: dict[int, RankProgress] = field(default_factory=dict)
-    steps: dict[int, tuple[int, Any]] = field(default_factory=dict)  # epoch -> (first rank, what it registered)
+    steps: dict[int, tuple[int, Step]] = field(default_factory=dict)  # epoch -> (first rank, what it registered)
 
 
 class AttemptBook:
@@ -68,7 +72,7 @@ class AttemptBook:
         """Note what a rank tells of itself."""
         self._of(attempt).ranks[rank] = progress
 
-    def register_step(self, attempt: Attempt, rank: int, epoch: int, step: Any) -> tuple[int, Any] | None:
+    def register_step(self, attempt: Attempt, rank: int, epoch: int, step: Step) -> tuple[int, Step] | None:
         """Note the step size that a rank iterates `epoch` with.
 
         Returns:
@@ -79,11 +83,12 @@ class AttemptBook:
         if first[0] == rank:
             steps[epoch] = (rank, step)
             return None
-        return None if first[1] == step else first
+        return None if first[1][:2] == step[:2] else first
 
     def runs(self) -> list[str]:
-        """Names of the runs that reported a position, oldest first."""
-        return list(dict.fromkeys(r.attempt.run for r in self._records.values() if r.ranks))
+        """Names of the Ray Train runs that reported a position, oldest first; "" alone where there is none."""
+        names = list(dict.fromkeys(r.attempt.run for r in self._records.values() if r.ranks))
+        return [name for name in names if name] or names
 
     def snapshot(self, run: str) -> dict[int, RankProgress]:
         """The ranks of the newest attempt of a run that reported a position."""
@@ -140,7 +145,7 @@ class StreamCoordinator:
                 self._plans[wanted] = plan_table(wanted)
             return self._plans[wanted]
 
-    def register_step(self, attempt: Attempt, rank: int, epoch: int, step: Any) -> tuple[int, Any] | None:
+    def register_step(self, attempt: Attempt, rank: int, epoch: int, step: Step) -> tuple[int, Step] | None:
         """See AttemptBook.register_step."""
         with self._lock:
             return self._book.register_step(attempt, rank, epoch, step)
@@ -160,13 +165,10 @@ class StreamCoordinator:
 
 def start_coordinator(label: str) -> ray.actor.ActorHandle:
     """A coordinator owned by this process."""
-    return (
-        ray.remote(StreamCoordinator)
-        .options(
-            num_cpus=0,
-            max_concurrency=CALLS_AT_A_TIME,
-            max_restarts=MAX_RESTARTS,
-            max_task_retries=CALL_RETRIES,
-        )
-        .remote(label)
-    )
+    actor: Any = ray.remote(StreamCoordinator)
+    return actor.options(
+        num_cpus=0,
+        max_concurrency=CALLS_AT_A_TIME,
+        max_restarts=MAX_RESTARTS,
+        max_task_retries=CALL_RETRIES,
+    ).remote(label)

@@ -10,7 +10,14 @@ import pyarrow as pa
 import ray
 from ray.data import DataContext, DataIterator, Schema
 
-from ray_lance_stream._ray_data import BatchIterator, RefBundle, ShardBatchIterator, block_rows, ref_bundle, with_tensor_columns
+from ray_lance_stream._ray_data import (
+    BatchIterator,
+    RefBundle,
+    ShardBatchIterator,
+    block_rows,
+    ref_bundle,
+    with_tensor_columns,
+)
 from ray_lance_stream.cursor import EpochWalk
 from ray_lance_stream.errors import IterationError, ReadError
 from ray_lance_stream.window import ENDED, ReadWindow
@@ -41,7 +48,8 @@ class EpochPass(DataIterator):
 
     def batches(self, **kwargs: Any) -> Iterator[Any]:
         """Batches as Ray makes them."""
-        return iter(super()._iter_batches(batch_size=self.batch_size, drop_last=self.drop_last, **kwargs))
+        size: Any = self.batch_size  # Ray's annotation leaves out its own None
+        return iter(super()._iter_batches(batch_size=size, drop_last=self.drop_last, **kwargs))
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Rows as dicts; each counts when it is handed out."""

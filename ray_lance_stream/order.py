@@ -26,8 +26,8 @@ MAX_ROWS = 2**62
 # Python refuses to print integers of more than 4,300 digits, and a seed has to fit into a small saved state anyway.
 MAX_SEED_BITS = 4096
 
-# Both are measured, docs/order.md, "Why these numbers". An even number of rounds changes both halves equally often; with
-# 6, pairs of rows are visibly not random. With narrower halves some permutations of a few rows are far more frequent.
+# Both are measured, see docs/order.md, "Why these numbers": with 6 rounds, pairs of rows are visibly not random; with 5
+# bits, some permutations of a few rows are visibly more frequent. An even number changes both halves equally often.
 NUM_ROUNDS = 8
 MIN_BITS = 6
 
@@ -233,7 +233,7 @@ def _is_int(value: object) -> bool:
 def _check_num_rows(num_rows: int) -> None:
     if not _is_int(num_rows) or not 1 <= num_rows <= MAX_ROWS:
         raise ConfigError(
-            f"the number of rows must be an int in [1, 2**62], got {num_rows!r}; use a table and a filter that match rows"
+            f"the number of rows must be an int in [1, 2**62], got {num_rows!r}; stream a table that has rows"
         )
 
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import ray
@@ -108,14 +109,11 @@ def start_reader(label: str, node_id: str | None) -> ray.actor.ActorHandle:
     No restarts and no task retries: the window sends a lost read again, a bounded number of times.
     """
     affinity = NodeAffinitySchedulingStrategy(node_id, soft=True) if node_id else "DEFAULT"
-    return (
-        ray.remote(SplitReader)
-        .options(
-            num_cpus=0,
-            max_concurrency=READS_AT_A_TIME,
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy=affinity,
-        )
-        .remote(label)
-    )
+    actor: Any = ray.remote(SplitReader)
+    return actor.options(
+        num_cpus=0,
+        max_concurrency=READS_AT_A_TIME,
+        max_restarts=0,
+        max_task_retries=0,
+        scheduling_strategy=affinity,
+    ).remote(label)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,14 +11,16 @@ import ray
 from ray.data import DataContext, DataIterator, Schema
 
 from ray_lance_stream import train
-from ray_lance_stream._ray_data import DatasetStats, as_iterable, attempt_key, with_tensor_columns
+from ray_lance_stream._ray_data import DatasetStats, as_iterable, with_tensor_columns
 from ray_lance_stream.batching import BATCH_SIZE_OF_STREAM, BatchSizeRule
 from ray_lance_stream.config import ReadPlan, StreamConfig
-from ray_lance_stream.coordinator import Attempt, RankProgress
+from ray_lance_stream.coordinator import Attempt
 from ray_lance_stream.cursor import ChunkSpan, Cursor, EpochWalk, Position
-from ray_lance_stream.errors import ConfigError, IterationError, StateError
 from ray_lance_stream.epoch_pass import EpochPass
+from ray_lance_stream.errors import ConfigError, StateError
+from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.reader import ReadRequest
+from ray_lance_stream.restore import position_of, saved_start
 from ray_lance_stream.source import projected_schema
 from ray_lance_stream.splits import SplitBlock, data_rank, split_block
 from ray_lance_stream.state import PartialCycle, StreamState, check_fits, skipped_in
@@ -28,8 +28,7 @@ from ray_lance_stream.window import ChunkSizer, ReaderPool, ReadWindow
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_INTERVAL_S = 1.0
-COORDINATOR_TIMEOUT_S = 60.0
+RUNTIME = ("_cursor", "_pass", "_stats", "_link", "_pool", "_batch_rule")  # what does not travel to a worker
 
 
 class StreamShard(DataIterator):
@@ -74,16 +73,12 @@ class StreamShard(DataIterator):
         self._cursor: Cursor | None = None
         self._pass: EpochPass | None = None
         self._stats = DatasetStats(metadata={}, parent=None)
-        self._pool = ReaderPool(self._config.readers_per_worker, self._new_reader)
-        _, world = data_rank(self._attempt.world_size, self.world_rank, self._config.replicas)
-        self._batch_rule = BatchSizeRule(self._plan.grid, self._block, world, self._config.global_batch_size)
-        self._first_batch_s: float | None = None
-        self._told_s = 0.0
-        self._rows = 0
+        self._link = CoordinatorLink(self.name, self._coordinator, self._attempt, self.world_rank)
+        self._pool = ReaderPool(self._config.readers_per_worker, lambda: self._link.new_reader(self._block))
+        self._batch_rule = BatchSizeRule(self._plan.grid, self._block, self._data_world, self._config.global_batch_size)
 
     def __getstate__(self) -> dict[str, Any]:
-        runtime = ("_cursor", "_pass", "_stats", "_pool", "_batch_rule", "_first_batch_s", "_told_s", "_rows")
-        return {key: value for key, value in self.__dict__.items() if key not in runtime}
+        return {key: value for key, value in self.__dict__.items() if key not in RUNTIME}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -115,6 +110,10 @@ class StreamShard(DataIterator):
         return split_block(self._plan.grid.num_splits, world, rank)
 
     @property
+    def _data_world(self) -> int:
+        return self._attempt.world_size // self._config.replicas
+
+    @property
     def num_rows(self) -> int:
         """Rows that this rank receives in a whole epoch."""
         return self._walk(Position(self.epoch)).num_rows
@@ -125,8 +124,7 @@ class StreamShard(DataIterator):
 
         DDP averages the ranks' gradients as equals; a rank with k_r of S splits holds k_r / S of a global step.
         """
-        _, world = data_rank(self._attempt.world_size, self.world_rank, self._config.replicas)
-        return self._block.size * world / self._plan.grid.num_splits
+        return self._block.size * self._data_world / self._plan.grid.num_splits
 
     def local_batch_size(self, global_batch_size: int) -> int:
         """m * k: this rank's rows of a global step of `global_batch_size` rows.
@@ -138,11 +136,9 @@ class StreamShard(DataIterator):
 
     def num_batches(self, batch_size: int | None = None, drop_last: bool = False) -> int:
         """Batches that the next pass delivers: those left of an open epoch after a resume, else those of an epoch."""
-        rule = self._batch_rule
-        self._restore()
-        assert self._cursor is not None
-        size = rule.resolve(batch_size if batch_size is not None else BATCH_SIZE_OF_STREAM)
-        return self._walk(self._cursor.next_start, size, drop_last).num_batches
+        cursor = self._restore()
+        size = self._batch_rule.resolve(batch_size if batch_size is not None else BATCH_SIZE_OF_STREAM)
+        return self._walk(cursor.next_start, size, drop_last).num_batches
 
     # ---- iteration
 
@@ -184,10 +180,9 @@ class StreamShard(DataIterator):
 
     def _new_pass(self, batch_size: int | None, drop_last: bool) -> EpochPass:
         """A pass that begins when its first item is asked for."""
-        self._restore()
-        assert self._cursor is not None
+        cursor = self._restore()
         if batch_size is not None:
-            walk = self._walk(self._cursor.next_start, batch_size, drop_last)
+            walk = self._walk(cursor.next_start, batch_size, drop_last)
             whole_epoch = walk.start.cycle == 0 and walk.start.partial_rows == 0
             if whole_epoch and walk.num_rows == 0:
                 raise ConfigError(
@@ -213,26 +208,21 @@ class StreamShard(DataIterator):
 
     def _begin_pass(self, new: EpochPass) -> EpochWalk:
         """End the pass before, move to where the next one starts and return its walk."""
-        self._restore()
-        assert self._cursor is not None
+        cursor = self._restore()
         if self._pass is not None:
             self._end_pass(self._pass)
-        walk = self._walk(self._cursor.next_start, new.batch_size, new.drop_last)
+        walk = self._walk(cursor.next_start, new.batch_size, new.drop_last)
         if new.batch_size is not None:
-            self._agree_on_step(walk.start.epoch, new.batch_size, new.drop_last)
-        self._cursor.begin(walk)
+            self._link.agree_on_step(walk.start.epoch, self._block, new.batch_size, new.drop_last)
+        cursor.begin(walk)
         self._pass = new
         return walk
 
     def _received(self, rows: int) -> None:
         assert self._cursor is not None
-        now_s = time.monotonic()
-        if self._first_batch_s is None:
-            self._first_batch_s = now_s
         self._cursor.received(rows)
-        self._rows += rows
-        if now_s - self._told_s > PROGRESS_INTERVAL_S:
-            self._tell()
+        if self._link.received(rows):
+            self._link.tell(self.state())
 
     def _end_pass(self, ended: EpochPass) -> None:
         if self._pass is not ended:
@@ -241,36 +231,18 @@ class StreamShard(DataIterator):
         ended.close()
         assert self._cursor is not None
         self._cursor.leave()
-        self._tell()
+        self._link.tell(self.state())
 
     def _is_current(self, this: EpochPass) -> bool:
         return self._pass is this
-
-    def _agree_on_step(self, epoch: int, batch_size: int, drop_last: bool) -> None:
-        """Ranks must step alike or a collective would hang: the first one that differs raises here."""
-        cycles = self._batch_rule.cycles_per_batch(batch_size)
-        call = self._coordinator.register_step.remote(
-            self._attempt, self.world_rank, epoch, (str(cycles), batch_size, self._block.size, drop_last)
-        )
-        other = ray.get(call, timeout=COORDINATOR_TIMEOUT_S)
-        if other is None or (other[1][0], other[1][3]) == (str(cycles), drop_last):
-            return
-        rank, (their_cycles, their_size, their_splits, their_drop) = other
-        raise ConfigError(
-            f"all ranks must take the same number of cycles per batch, but in epoch {epoch} of stream {self.name!r} rank "
-            f"{self.world_rank} uses batch_size={batch_size} on {self._block.size} splits (drop_last={drop_last}) and rank "
-            f"{rank} uses batch_size={their_size} on {their_splits} splits (drop_last={their_drop}); use "
-            "shard.local_batch_size(global_batch_size) on every rank"
-        )
 
     # ---- position
 
     @property
     def epoch(self) -> int:
         """The epoch that the next pass, or the running one, belongs to."""
-        self._restore()
-        assert self._cursor is not None
-        return self._cursor.position.epoch if self._cursor.live else self._cursor.next_start.epoch
+        cursor = self._restore()
+        return cursor.position.epoch if cursor.live else cursor.next_start.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass epoch `epoch`; ends a running pass.
@@ -279,20 +251,18 @@ class StreamShard(DataIterator):
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ConfigError(f"epoch must be an int >= 0, got {epoch!r}")
-        self._restore()
+        cursor = self._restore()
         if self._pass is not None:
             self._end_pass(self._pass)
-        assert self._cursor is not None
-        self._cursor.set_epoch(epoch)
+        cursor.set_epoch(epoch)
 
     def state(self) -> StreamState:
         """`state_dict()` as an object."""
-        self._restore()
-        assert self._cursor is not None
-        position = self._cursor.position
+        cursor = self._restore()
+        position = cursor.position
         partial = None
         if position.partial_rows:
-            partial = PartialCycle(position.partial_rows, self._attempt.world_size // self._config.replicas)
+            partial = PartialCycle(position.partial_rows, self._data_world)
         return StreamState(
             identity=self._plan.identity(self._config.replicas),
             epoch=position.epoch,
@@ -332,81 +302,34 @@ class StreamShard(DataIterator):
         if saved.identity.table_version != plan.table.version:
             current = plan.identity(self._config.replicas)
             check_fits(saved, current.at(saved.identity))
-            plan = self._call("plan_at", plan, saved.identity.table_version)
+            plan = self._link.plan_at(plan, saved.identity.table_version)
         check_fits(saved, plan.identity(self._config.replicas))
         self._plan = plan
         self._config = self._config.with_skipped(saved.skipped)
         cursor = self._cursor or Cursor(Position(0))
-        cursor.load(self._saved_position(saved))
+        cursor.load(position_of(saved, self.name, plan.grid, self._data_world, self._config))
         self._cursor = cursor
 
-    def _saved_position(self, saved: StreamState) -> Position:
-        _, world = data_rank(self._attempt.world_size, self.world_rank, self._config.replicas)
-        if saved.global_batch_size != self._config.global_batch_size:
-            logger.warning(
-                "stream %r: global_batch_size was %s when the state was saved and is %s now; steps are regrouped from here",
-                self.name,
-                saved.global_batch_size,
-                self._config.global_batch_size,
-            )
-        position = saved.position()
-        if saved.partial is not None and saved.partial.world_size == world:
-            position = Position(position.epoch, position.cycle, saved.partial.rows)
-        elif saved.partial is not None:
-            logger.warning(
-                "stream %r: the state was saved inside a cycle on %d workers and is loaded on %d: up to %d rows are "
-                "delivered again; save at steps whose global batch is a multiple of num_splits=%d",
-                self.name,
-                saved.partial.world_size,
-                world,
-                saved.partial.rows * saved.partial.world_size,
-                self._plan.grid.num_splits,
-            )
-        return Position(position.epoch + 1) if position.cycle >= self._plan.grid.num_cycles else position
+    def _restore(self) -> Cursor:
+        """The cursor; on first use set to where this shard starts."""
+        if self._cursor is None:
+            saved = saved_start(self.name, self._config)
+            if saved is None:
+                self._cursor = Cursor(Position(self._config.epoch))
+            else:
+                self._load(saved)
+                logger.info(
+                    "stream %r rank %d continues at epoch %d, samples_consumed_per_split %d",
+                    self.name,
+                    self.world_rank,
+                    saved.epoch,
+                    saved.samples_consumed_per_split,
+                )
+            self._link.tell(self.state())
+        assert self._cursor is not None
+        return self._cursor
 
-    def _restore(self) -> None:
-        """On first use: from the attempt's checkpoint, else `resume_from`, else the beginning."""
-        if self._cursor is not None:
-            return
-        saved = None
-        if not self.evaluation:
-            checkpoint = train.attempt_checkpoint() if self._config.resume == "auto" else None
-            saved = train.state_in(checkpoint, self.name) if checkpoint is not None else None
-            if saved is None and checkpoint is None:
-                saved = self._config.resume_state(self.name)
-        if saved is None:
-            self._cursor = Cursor(Position(self._config.epoch))
-        else:
-            self._load(saved)
-            logger.info(
-                "stream %r rank %d continues at epoch %d, samples_consumed_per_split %d",
-                self.name,
-                self.world_rank,
-                saved.epoch,
-                saved.samples_consumed_per_split,
-            )
-        self._tell()
-
-    # ---- coordinator, readers, description
-
-    def _call(self, method: str, *args: Any) -> Any:
-        try:
-            return ray.get(getattr(self._coordinator, method).remote(*args))
-        except ray.exceptions.RayTaskError as error:
-            raise error.as_instanceof_cause() from None
-
-    def _new_reader(self) -> ray.actor.ActorHandle:
-        lo, hi = self.split_block
-        return self._call("reader", f"{self.name} {lo}:{hi}", ray.get_runtime_context().get_node_id())
-
-    def _tell(self) -> None:
-        """Tell the coordinator how far this rank is; waits for nothing."""
-        if not ray.is_initialized():  # a pass that the interpreter ends as it exits
-            return
-        self._told_s = time.monotonic()
-        elapsed_s = self._told_s - self._first_batch_s if self._first_batch_s is not None else 0.0
-        attempt = Attempt(self._attempt.attempt_id, train.run_name(), self._attempt.world_size)
-        self._coordinator.record.remote(attempt, self.world_rank, RankProgress(self.state(), self._rows, elapsed_s))
+    # ---- description
 
     def close(self) -> None:
         """End a running pass and let the readers go; a later `iter_*` call starts new ones."""

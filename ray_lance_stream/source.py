@@ -372,7 +372,8 @@ def sample_row_bytes(ref: TableRef, columns: list[str], num_rows: int) -> int:
     if num_rows < 1:
         return 1
     rows = np.unique(np.linspace(0, num_rows - 1, _SAMPLED_ROWS).astype(np.int64))
-    return max(1, math.ceil(take_rows(ref.open(), rows, columns).nbytes / len(rows)))
+    num_bytes: int = take_rows(ref.open(), rows, columns).nbytes
+    return max(1, math.ceil(num_bytes / len(rows)))
 
 
 def _secrets(ref: TableRef) -> set[str]:

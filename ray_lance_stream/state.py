@@ -186,7 +186,9 @@ def _check_fields(data: Mapping[str, Any]) -> None:
     missing = sorted(set(_CHECKS) - set(data))
     unknown = sorted(str(name) for name in set(data) - set(_CHECKS))
     if missing or unknown:
-        raise StateError(f"a stream state of format {STATE_FORMAT} has fixed fields; missing {missing}, unknown {unknown}")
+        raise StateError(
+            f"a stream state of format {STATE_FORMAT} has fixed fields; missing {missing}, unknown {unknown}"
+        )
     for name, (kind, check) in _CHECKS.items():
         if not check(data[name]):
             raise StateError(f"field {name!r} of a stream state must be {kind}, got {data[name]!r}")

@@ -6,7 +6,7 @@ import logging
 import os
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import ray
 from ray.data import DataContext
@@ -26,9 +26,24 @@ from ray_lance_stream.state import StreamState, check_fits
 logger = logging.getLogger(__name__)
 
 SHARD_METHODS = (
-    "iter_batches iter_torch_batches iter_tf_batches iter_rows materialize schema stats load_state_dict save_state epoch "
-    "set_epoch num_rows num_batches local_batch_size loss_weight world_rank split_block"
-).split()
+    "iter_batches",
+    "iter_torch_batches",
+    "iter_tf_batches",
+    "iter_rows",
+    "materialize",
+    "schema",
+    "stats",
+    "load_state_dict",
+    "save_state",
+    "epoch",
+    "set_epoch",
+    "num_rows",
+    "num_batches",
+    "local_batch_size",
+    "loss_weight",
+    "world_rank",
+    "split_block",
+)
 
 
 class LanceStream:
@@ -90,7 +105,9 @@ class LanceStream:
             ConfigError: more ranks than splits; ranks that are no multiple of replicas.
         """
         if not equal:
-            raise ConfigError("equal must be True, got False: the ranks of a stream always take the same number of steps")
+            raise ConfigError(
+                "equal must be True, got False: the ranks of a stream always take the same number of steps"
+            )
         if self._plan.num_splits is None:
             logger.warning(
                 "stream %r: num_splits is the number of workers, %d: this run cannot be resumed on another number of "
@@ -135,7 +152,9 @@ class LanceStream:
         """
         ranks = self._snapshot(run)
         if ranks:
-            return min((p.state for p in ranks.values()), key=lambda s: (s.epoch, s.samples_consumed_per_split)).to_dict()
+            return min(
+                (p.state for p in ranks.values()), key=lambda s: (s.epoch, s.samples_consumed_per_split)
+            ).to_dict()
         if self._local is not None:
             return self._local.state_dict()
         start = StreamState(
@@ -186,7 +205,7 @@ class LanceStream:
     def _snapshot(self, run: str | None) -> dict[int, RankProgress]:
         if self._coordinator is None:
             return {}
-        runs, ranks = ray.get(self._coordinator.snapshot.remote(run))
+        runs, ranks = cast("tuple[list[str], dict[int, RankProgress]]", ray.get(self._coordinator.snapshot.remote(run)))
         if run is None and len(runs) > 1:
             raise ConfigError(f"several runs use this stream, name one of them: {runs}")
         if run is not None and run not in runs:

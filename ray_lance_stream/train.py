@@ -78,7 +78,7 @@ def write_states(checkpoint: ray.train.Checkpoint, states: Mapping[str, StreamSt
     """Write the state file into a checkpoint; nothing where there is no state."""
     if not states:
         return
-    with checkpoint.filesystem.open_output_stream(_state_path(checkpoint)) as stream:
+    with _filesystem(checkpoint).open_output_stream(_state_path(checkpoint)) as stream:
         stream.write(dump_states(states).encode())
 
 
@@ -89,9 +89,9 @@ def read_states(checkpoint: ray.train.Checkpoint) -> dict[str, StreamState] | No
         StateError: the file is truncated or malformed.
     """
     path = _state_path(checkpoint)
-    if checkpoint.filesystem.get_file_info(path).type == pafs.FileType.NotFound:
+    if _filesystem(checkpoint).get_file_info(path).type == pafs.FileType.NotFound:
         return None
-    with checkpoint.filesystem.open_input_stream(path) as stream:
+    with _filesystem(checkpoint).open_input_stream(path) as stream:
         return parse_states(stream.read().decode())
 
 
@@ -142,3 +142,8 @@ def resume_states(source: Any) -> dict[str, StreamState]:
 
 def _state_path(checkpoint: ray.train.Checkpoint) -> str:
     return f"{checkpoint.path.rstrip('/')}/{STATE_FILE}"
+
+
+def _filesystem(checkpoint: ray.train.Checkpoint) -> pafs.FileSystem:
+    assert checkpoint.filesystem is not None  # set by Checkpoint itself
+    return checkpoint.filesystem

@@ -81,8 +81,8 @@ class ReaderPool:
         self._next = (slot + 1) % len(self._readers)
         reader = self._readers[slot] or self._new_reader()
         self._readers[slot] = reader
-        block_ref, info_ref = reader.read.remote(request)
-        return reader, block_ref, info_ref
+        refs: list[ray.ObjectRef] = reader.read.remote(request)
+        return reader, refs[0], refs[1]
 
     def drop(self, lost: ray.actor.ActorHandle) -> None:
         """Forget a reader that died; the next read of its slot gets a new one."""

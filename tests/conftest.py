@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+# Ray workers import tests.support by name.
+ROOT = str(Path(__file__).resolve().parent.parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +21,6 @@ def cluster() -> Iterator[None]:
     """A running cluster of 16 logical CPUs."""
     import ray
 
-    ray.init(num_cpus=16, object_store_memory=1 << 30, include_dashboard=False, log_to_driver=True)
+    ray.init(address="local", num_cpus=16, object_store_memory=1 << 30, include_dashboard=False, log_to_driver=True)
     yield
     ray.shutdown()

@@ -90,9 +90,15 @@ def log_loop(config: dict[str, Any]) -> None:
     save_every (steps), stop_after (steps of this attempt), stop ("raise", "exit", "return"), stop_rank, sleep_s,
     explicit_state (load it before the first pass).
     """
-    shard = ray.train.get_dataset_shard(config.get("name", "train"))
+    name = config.get("name", "train")
+    shard = ray.train.get_dataset_shard(name)
     if "explicit_state" in config:
         shard.load_state_dict(config["explicit_state"])
+    log_stream(shard, name, config)
+
+
+def log_stream(shard: Any, name: str, config: dict[str, Any]) -> None:
+    """Log one stream, as `log_loop`."""
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     path = Path(config["dir"]) / f"{config['tag']}-{time.time_ns()}-{rank}.jsonl"
@@ -124,8 +130,10 @@ def after(state: dict[str, Any], epoch: int) -> int | None:
 
 def batches(shard: Any, config: dict[str, Any]) -> Iterator[list[int]]:
     """The ids of each batch; checks the other columns against them."""
-    size = shard.local_batch_size(config["global_batch"]) if "global_batch" in config else config["batch_size"]
-    options = {"batch_size": size, "drop_last": config.get("drop_last", False)}
+    options = {"drop_last": config.get("drop_last", False)}
+    if config.get("batch_size") != "default":
+        size = shard.local_batch_size(config["global_batch"]) if "global_batch" in config else config["batch_size"]
+        options["batch_size"] = size
     options["prefetch_batches"] = config.get("prefetch_batches", 2)
     found = shard.iter_torch_batches(**options) if config.get("torch") else shard.iter_batches(**options)
     for batch in found:
@@ -211,3 +219,18 @@ def effective_history(attempts: Sequence[AttemptLog], cycles_per_step: int) -> d
         assert not set(steps) & set(history), "a step was delivered by two attempts"
         history.update(steps)
     return history
+
+
+def live_actors(class_name: str) -> int:
+    """Actors of a class that are not dead."""
+    from ray._private.state import actors
+
+    return sum(a["ActorClassName"] == class_name and a["State"] != "DEAD" for a in actors().values())
+
+
+def no_readers_left(timeout_s: float = 20.0) -> None:
+    """Wait until the last reader has ended; an error if it does not."""
+    until_s = time.monotonic() + timeout_s
+    while live_actors("SplitReader"):
+        assert time.monotonic() < until_s, f"{live_actors('SplitReader')} readers are left"
+        time.sleep(0.2)

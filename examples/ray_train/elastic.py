@@ -89,7 +89,7 @@ def open_table(directory: Path) -> Any:
 
 def make_stream(table: Any, args: argparse.Namespace) -> Any:
     """The number of workers is no part of a stream."""
-    return lance_stream(table, num_splits=args.num_splits, global_batch_size=args.global_batch_size, seed=7)
+    return lance_stream(table, num_splits=args.num_splits, global_batch_size=args.global_batch_size, shuffle_seed=7)
 
 
 def show(plan: _common.Rows, log_dir: Path, run: int, stop_after: _common.Step | None) -> bool:

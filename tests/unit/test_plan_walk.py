@@ -45,7 +45,9 @@ def whole(plan: StreamPlan, epoch: int = 0) -> np.ndarray:
 def test_sweep_of_sizes_worlds_batches_and_stops():
     """B08: every combination gives the exact tail, on any other world, at every cycle boundary."""
     worlds = (1, 2, 3, 4, 6)
-    for num_rows, num_splits in itertools.product((1, 2, 5, 6, 7, 11, 12, 13, 47, 48, 49, 95, 97, 120, 200), (1, 2, 6, 12, 48)):
+    for num_rows, num_splits in itertools.product(
+        (1, 2, 5, 6, 7, 11, 12, 13, 47, 48, 49, 95, 97, 120, 200), (1, 2, 6, 12, 48)
+    ):
         if num_rows < num_splits:
             continue
         plan = make_plan(num_rows, num_splits)

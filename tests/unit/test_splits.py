@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ def test_blocks_are_contiguous_and_as_even_as_possible(case):
     blocks = [split_block(num_splits, world, rank) for rank in range(world)]
     assert blocks[0].lo == 0
     assert blocks[-1].hi == num_splits
-    assert all(a.hi == b.lo for a, b in zip(blocks, blocks[1:], strict=False))
+    assert all(a.hi == b.lo for a, b in pairwise(blocks))
     sizes = {block.size for block in blocks}
     assert max(sizes) - min(sizes) <= 1
     if num_splits % world == 0:

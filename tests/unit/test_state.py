@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import fields, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -159,4 +160,4 @@ def test_merge_takes_states_of_one_step_only():
 def test_union_covers_the_same_cycles(ranges):
     merged = union(ranges)
     assert {c for lo, hi in merged for c in range(lo, hi)} == {c for lo, hi in ranges for c in range(lo, hi)}
-    assert all(a[1] < b[0] for a, b in zip(merged, merged[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(merged))

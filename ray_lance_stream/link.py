@@ -1,0 +1,89 @@
+"""CoordinatorLink: what a shard asks of its coordinator and tells it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+
+from ray_lance_stream import train
+from ray_lance_stream.config import ReadPlan
+from ray_lance_stream.coordinator import Attempt, RankProgress
+from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.splits import SplitBlock, cycles_per_batch
+from ray_lance_stream.state import StreamState
+
+TELL_INTERVAL_S = 1.0
+ANSWER_TIMEOUT_S = 60.0
+
+
+class CoordinatorLink:
+    """One rank's line to the coordinator. Nothing here waits for another rank.
+
+    Args:
+        name: stream name.
+        coordinator: the actor.
+        attempt: the worker group of this rank.
+        rank: this rank.
+    """
+
+    def __init__(self, name: str, coordinator: ray.actor.ActorHandle, attempt: Attempt, rank: int) -> None:
+        self._name = name
+        self._coordinator = coordinator
+        self._attempt = attempt
+        self._rank = rank
+        self._told_s = 0.0
+        self._first_row_s: float | None = None
+        self._rows = 0
+
+    def new_reader(self, block: SplitBlock) -> ray.actor.ActorHandle:
+        """A reader near this process, held by nobody else."""
+        label = f"{self._name} {block.lo}:{block.hi}"
+        return self._ask("reader", label, ray.get_runtime_context().get_node_id())
+
+    def plan_at(self, plan: ReadPlan, version: int) -> ReadPlan:
+        """The same stream at another table version; may scan the table, once for all ranks."""
+        return self._ask("plan_at", plan, version, timeout_s=None)
+
+    def agree_on_step(self, epoch: int, block: SplitBlock, batch_size: int, drop_last: bool) -> None:
+        """Register how this rank steps through an epoch: ranks must step alike, or a collective would hang.
+
+        Raises:
+            ConfigError: an earlier rank of this attempt steps differently; names both.
+        """
+        cycles = str(cycles_per_batch(batch_size, block))
+        step = (cycles, drop_last, batch_size, block.size)
+        other = self._ask("register_step", self._attempt, self._rank, epoch, step)
+        if other is None:
+            return
+        rank, (_, their_drop_last, their_size, their_splits) = other
+        raise ConfigError(
+            f"all ranks must take the same number of cycles per batch, but in epoch {epoch} of stream {self._name!r} rank "
+            f"{self._rank} uses batch_size={batch_size} on {block.size} splits (drop_last={drop_last}) and rank {rank} "
+            f"uses batch_size={their_size} on {their_splits} splits (drop_last={their_drop_last}); use "
+            "shard.local_batch_size(global_batch_size) on every rank"
+        )
+
+    def received(self, rows: int) -> bool:
+        """Count rows; returns whether it is time to `tell`."""
+        now_s = time.monotonic()
+        if self._first_row_s is None:
+            self._first_row_s = now_s
+        self._rows += rows
+        return now_s - self._told_s > TELL_INTERVAL_S
+
+    def tell(self, state: StreamState) -> None:
+        """Tell where this rank is; waits for nothing."""
+        if not ray.is_initialized():  # a pass that the interpreter ends as it exits
+            return
+        self._told_s = time.monotonic()
+        elapsed_s = self._told_s - self._first_row_s if self._first_row_s is not None else 0.0
+        attempt = Attempt(self._attempt.attempt_id, train.run_name(), self._attempt.world_size)
+        self._coordinator.record.remote(attempt, self._rank, RankProgress(state, self._rows, elapsed_s))
+
+    def _ask(self, method: str, *args: Any, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
+        try:
+            return ray.get(getattr(self._coordinator, method).remote(*args), timeout=timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            raise error.as_instanceof_cause() from None
