@@ -7,7 +7,7 @@ received, never what was prefetched.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -129,22 +129,47 @@ class EpochWalk:
             return Position(self.start.epoch + 1)
         if rows == 0:
             return self.start
+        return Position(self.start.epoch, *self._place(rows))
+
+    def done_after(self, rows: int) -> tuple[CycleRange, ...]:
+        """The whole cycles that the first `rows` rows of the pass hold, as ranges."""
+        if not rows:
+            return ()
+        cycle, _ = self._place(rows)
+        return tuple((lo, min(hi, cycle)) for lo, hi in self.ranges if lo < cycle)
+
+    def _place(self, rows: int) -> tuple[int, int]:
+        """(cycle, rows into it) of what follows the first `rows` rows; at the end of a range the end, 0."""
         rows += self.skip_rows
         for lo, hi in self.ranges:
             size = self.grid.block_rows(self.block, lo, hi)
             if rows < size:
                 cycles, partial = divmod(rows, self.block.size)
-                return Position(self.start.epoch, lo + cycles, partial)
+                return lo + cycles, partial
             if rows == size:
-                return Position(self.start.epoch, hi)
+                return hi, 0
             rows -= size
-        raise AssertionError("unreachable: rows is less than the rows of the pass")
+        raise AssertionError("unreachable: the pass has no more rows")
 
 
 class _Pass(Enum):
     OPEN = "open"  # the next pass begins at the position
     LIVE = "live"  # a pass runs
     LEFT = "left"  # the loop broke out: the next pass is the next epoch
+
+
+@dataclass(frozen=True)
+class _Place:
+    """All that a cursor knows, replaced as a whole: another thread may ask for the position at any time."""
+
+    phase: _Pass
+    start: Position
+    walk: EpochWalk | None = None
+    rows: int = 0
+
+    @property
+    def position(self) -> Position:
+        return self.walk.position_after(self.rows) if self.walk else self.start
 
 
 class Cursor:
@@ -160,50 +185,49 @@ class Cursor:
     """
 
     def __init__(self, position: Position) -> None:
-        self._pass = _Pass.OPEN
-        self._start = position
-        self._walk: EpochWalk | None = None
-        self._rows = 0
+        self._place = _Place(_Pass.OPEN, position)
 
     @property
     def live(self) -> bool:
         """Whether a pass runs."""
-        return self._pass is _Pass.LIVE
+        return self._place.phase is _Pass.LIVE
 
     @property
     def position(self) -> Position:
         """Where the loop is."""
-        return self._walk.position_after(self._rows) if self._walk else self._start
+        return self._place.position
 
     @property
     def next_start(self) -> Position:
         """Where the next pass begins."""
-        position = self.position
-        return position if self._pass is _Pass.OPEN else Position(position.epoch + 1)
+        place = self._place
+        return place.position if place.phase is _Pass.OPEN else Position(place.position.epoch + 1)
 
     def begin(self, walk: EpochWalk) -> None:
         """Start a pass; `walk` starts at `next_start`."""
-        self._start, self._walk, self._rows = walk.start, walk, 0
-        self._pass = _Pass.LIVE
+        self._place = _Place(_Pass.LIVE, walk.start, walk)
 
     def received(self, rows: int) -> None:
         """The loop has received `rows` more rows of the running pass."""
-        assert self._walk is not None
-        self._rows += rows
-        if self._rows >= self._walk.num_rows:
-            self._pass = _Pass.OPEN
+        place = self._place
+        assert place.walk is not None
+        total = place.rows + rows
+        phase = _Pass.OPEN if total >= place.walk.num_rows else place.phase
+        self._place = replace(place, phase=phase, rows=total)
 
     def leave(self) -> None:
         """The running pass has ended; if that is before its last row, the loop broke out."""
-        if self._pass is _Pass.LIVE:
-            assert self._walk is not None
-            self._pass = _Pass.LEFT if self._walk.num_rows else _Pass.OPEN
+        place = self._place
+        if place.phase is _Pass.LIVE:
+            assert place.walk is not None
+            self._place = replace(place, phase=_Pass.LEFT if place.walk.num_rows else _Pass.OPEN)
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is epoch `epoch`; keeps an open position inside that epoch."""
-        if self._pass is _Pass.OPEN and self.position.epoch == epoch:
+        place = self._place
+        if place.phase is _Pass.OPEN and place.position.epoch == epoch:
             return
-        self._open(Position(epoch))
+        self._place = _Place(_Pass.OPEN, Position(epoch))
 
     def load(self, position: Position) -> None:
         """Continue from a saved position.
@@ -216,8 +240,4 @@ class Cursor:
                 "a saved position must be loaded before iteration starts, but an iterator of this shard is live; "
                 "exhaust it or close() it first"
             )
-        self._open(position)
-
-    def _open(self, position: Position) -> None:
-        self._start, self._walk, self._rows = position, None, 0
-        self._pass = _Pass.OPEN
+        self._place = _Place(_Pass.OPEN, position)

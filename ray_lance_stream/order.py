@@ -212,6 +212,13 @@ def _clumped_rows(num_rows: int, clump_rows: int, keys: tuple[int, ...], index: 
     return rows
 
 
+def mix64(value: UInt64Array) -> UInt64Array:
+    """Every element mixed, in a new array: the hash that digests of rows are made of."""
+    mixed = value.copy()
+    _mix64(mixed, np.empty_like(mixed))
+    return mixed
+
+
 def _mix64(value: UInt64Array, scratch: UInt64Array) -> None:
     """Mixes every element in place, a bijection of [0, 2**64) in which each input bit changes each output bit.
 

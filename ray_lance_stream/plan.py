@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.order import Order
+from ray_lance_stream.order import Order, mix64
 from ray_lance_stream.splits import SplitBlock, SplitGrid
 
 
@@ -48,6 +48,19 @@ class StreamPlan:
         """int64 [rows]: table row offsets of the cycles [start, stop) of a block, in the order of delivery."""
         rows = self.order.rows(epoch, self.order_index(block, start, stop))
         return rows if self.matched is None else np.asarray(self.matched[rows], dtype=np.int64)
+
+    def digest(self, epoch: int, block: SplitBlock, start: int, stop: int) -> int:
+        """A number in [0, 2**64) for the rows of the cycles [start, stop) of a block.
+
+        The sum over rows of a hash of (epoch, cycle, row), modulo 2**64: digests of disjoint blocks or cycles add up, so
+        the sum over ranks does not depend on how many there are, nor on the order of rows inside a cycle.
+        """
+        rows = self.rows(epoch, block, start, stop)
+        whole = np.repeat(np.arange(start, min(stop, self.grid.rows_per_split), dtype=np.uint64), block.size)
+        cycles = np.full(len(rows), self.grid.rows_per_split, dtype=np.uint64)
+        cycles[: len(whole)] = whole
+        salt = int.from_bytes(hashlib.blake2b(f"digest:{epoch}".encode(), digest_size=8).digest(), "little")
+        return int(mix64(mix64(cycles ^ np.uint64(salt)) ^ rows.view(np.uint64)).sum(dtype=np.uint64))
 
     def fingerprint(self, epoch: int = 0) -> str:
         """A short digest of the plan: the same on every rank that reads the same rows in the same order."""

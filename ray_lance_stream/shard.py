@@ -182,13 +182,12 @@ class StreamShard(DataIterator):
         """A pass that begins when its first item is asked for."""
         cursor = self._restore()
         if batch_size is not None:
-            walk = self._walk(cursor.next_start, batch_size, drop_last)
-            whole_epoch = walk.start.cycle == 0 and walk.start.partial_rows == 0
-            if whole_epoch and walk.num_rows == 0:
+            start = cursor.next_start
+            rows = self._walk(start).num_rows
+            if rows and start.cycle == 0 and not self._walk(start, batch_size, drop_last).num_rows:
                 raise ConfigError(
-                    f"an epoch must have at least one batch, but this rank has "
-                    f"{self._walk(walk.start).num_rows} rows in it, fewer than batch_size={batch_size}, and drop_last=True "
-                    "drops them; use a smaller batch size, fewer workers or drop_last=False"
+                    f"an epoch must have at least one batch, but this rank has {rows} rows in it, fewer than batch_size="
+                    f"{batch_size}, and drop_last=True drops them; use a smaller batch size, fewer workers or drop_last=False"
                 )
         return EpochPass(self, batch_size, drop_last)
 
@@ -255,6 +254,17 @@ class StreamShard(DataIterator):
         if self._pass is not None:
             self._end_pass(self._pass)
         cursor.set_epoch(epoch)
+
+    @property
+    def digest(self) -> int:
+        """A number in [0, 2**64) for the rows that the newest pass has delivered to this rank, in whole cycles.
+
+        The sum over ranks, modulo 2**64, does not depend on how many there are; it equals the sum of
+        `LanceStream.digest` over the steps of the pass. Computed from the order when asked for: costs nothing otherwise.
+        """
+        epoch, ranges = self._restore().done
+        plan = self._plan.resolve()
+        return sum(plan.digest(epoch, self._block, lo, hi) for lo, hi in ranges) % 2**64
 
     def state(self) -> StreamState:
         """`state_dict()` as an object."""

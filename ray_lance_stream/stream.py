@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
+import numpy as np
 import ray
 from ray.data import DataContext
 
-from ray_lance_stream import train
+from ray_lance_stream import explain, train
 from ray_lance_stream._ray_data import local_mode_name
 from ray_lance_stream.config import DEFAULT_PREFETCH_BYTES, ReadPlan, StreamConfig
 from ray_lance_stream.coordinator import Attempt, RankProgress, start_coordinator
@@ -138,6 +139,57 @@ class LanceStream:
         data, world = data_rank(world_size, rank, self._config.replicas)
         split_block(self._plan.with_splits(world).grid.num_splits, world, data)
         return self._shard(Attempt(uuid.uuid4().hex, "", world_size), rank)
+
+    def row_ids(
+        self, epoch: int, step: int, *, column: str | None = None, global_batch_size: int | None = None
+    ) -> np.ndarray | list[Any]:
+        """The rows of one global step, for finding the batch behind a loss spike.
+
+        Args:
+            epoch: from 0.
+            step: from 0, counted from the start of the epoch, skipped steps included.
+            column: read this column and return its values instead of row offsets.
+            global_batch_size: G, where the stream was made without one.
+
+        Returns:
+            int64 [G] row offsets in the pinned table version, or the G values of `column`; in the order of one worker.
+
+        Raises:
+            ConfigError: no such step or column, or no global batch size.
+        """
+        explain.check_epoch(epoch)
+        rows = explain.step_rows(
+            self._plan, epoch, explain.step_cycles(self._plan, self._config, step, global_batch_size)
+        )
+        return rows if column is None else explain.column_values(self._plan, rows, column)
+
+    def digest(self, epoch: int, step: int, *, global_batch_size: int | None = None) -> int:
+        """A number in [0, 2**64) for the rows of one global step.
+
+        Digests add up modulo 2**64: over the steps of a pass and over the ranks, `shard.digest` gives the same sum.
+
+        Raises:
+            ConfigError: no such step, or no global batch size.
+        """
+        explain.check_epoch(epoch)
+        cycles = explain.step_cycles(self._plan, self._config, step, global_batch_size)
+        return explain.step_digest(self._plan, self._config, epoch, cycles)
+
+    def skip(self, epoch: int, steps: range, *, global_batch_size: int | None = None) -> LanceStream:
+        """A stream that leaves out some global steps of an epoch, the same on every rank; the state records them.
+
+        Args:
+            epoch: from 0.
+            steps: steps counted from the start of the epoch.
+            global_batch_size: G, where the stream was made without one.
+
+        Raises:
+            ConfigError: no such steps, or no global batch size.
+        """
+        entries = explain.skip_entries(self._plan, self._config, epoch, steps, global_batch_size)
+        skipping = LanceStream(self._plan, self._config.with_skipped(entries), self.context.copy())
+        skipping.name = self.name
+        return skipping
 
     def state_dict(self, run: str | None = None) -> dict[str, Any]:
         """Where a run is: the position of its slowest rank, as last told (ranks tell about once a second).

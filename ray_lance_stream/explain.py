@@ -1,0 +1,76 @@
+"""Which rows a global step holds, and their digest: for finding the batch behind a loss spike, without reading data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ray_lance_stream.config import ReadPlan, StreamConfig
+from ray_lance_stream.cursor import CycleRange
+from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.source import take_rows
+from ray_lance_stream.splits import SplitBlock
+from ray_lance_stream.state import skipped_in
+
+
+def step_cycles(plan: ReadPlan, config: StreamConfig, step: int, global_batch_size: int | None) -> CycleRange:
+    """The cycles of global step `step` of any epoch, counted from the start of the epoch, skipped steps included.
+
+    Raises:
+        ConfigError: no global batch size known, or a step outside of the epoch.
+    """
+    size = global_batch_size if global_batch_size is not None else config.global_batch_size
+    if size is None:
+        raise ConfigError(
+            "the rows of a step depend on global_batch_size: pass it here or to lance_stream(..., global_batch_size=G)"
+        )
+    if plan.num_splits is None:
+        raise ConfigError("the rows of a step depend on num_splits: pass lance_stream(..., num_splits=S)")
+    grid = plan.grid
+    num_steps = grid.num_steps(size)
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < num_steps:
+        raise ConfigError(f"step must be an int in [0, {num_steps}), the steps of an epoch, got {step!r}")
+    per_step = grid.cycles_per_step(size)
+    return step * per_step, min((step + 1) * per_step, grid.num_cycles)
+
+
+def check_epoch(epoch: Any) -> None:
+    """Raises ConfigError unless `epoch` is an int >= 0."""
+    if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+        raise ConfigError(f"epoch must be an int >= 0, got {epoch!r}")
+
+
+def step_rows(plan: ReadPlan, epoch: int, cycles: CycleRange) -> np.ndarray:
+    """int64 [rows]: offsets of the rows of some cycles in the pinned table, in the order of one worker."""
+    return plan.resolve().rows(epoch, SplitBlock(0, plan.grid.num_splits), *cycles)
+
+
+def step_digest(plan: ReadPlan, config: StreamConfig, epoch: int, cycles: CycleRange) -> int:
+    """The digest of the cycles of a step; of none of them where the step is skipped. See StreamPlan.digest."""
+    skipped = skipped_in(config.skipped, epoch)
+    if any(lo <= cycles[0] and cycles[1] <= hi for lo, hi in skipped):
+        return 0
+    return plan.resolve().digest(epoch, SplitBlock(0, plan.grid.num_splits), *cycles)
+
+
+def column_values(plan: ReadPlan, rows: np.ndarray, column: str) -> list[Any]:
+    """The values of a column in these rows, in their order. Reads them.
+
+    Raises:
+        ConfigError: no such column.
+    """
+    dataset = plan.table.open()
+    if column not in dataset.schema.names:
+        raise ConfigError(f"column must be one of {dataset.schema.names}, got {column!r}")
+    return take_rows(dataset, rows, [column])[column].to_pylist()
+
+
+def skip_entries(
+    plan: ReadPlan, config: StreamConfig, epoch: int, steps: range, global_batch_size: int | None
+) -> tuple[tuple[int, int, int], ...]:
+    """(epoch, first cycle, end cycle) of each step to leave out."""
+    check_epoch(epoch)
+    if not isinstance(steps, range) or not len(steps):
+        raise ConfigError(f"steps must be a range of at least one step, got {steps!r}")
+    return tuple((epoch, *step_cycles(plan, config, step, global_batch_size)) for step in steps)
