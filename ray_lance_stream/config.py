@@ -12,9 +12,9 @@ import ray
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.order import Order
 from ray_lance_stream.plan import StreamPlan
-from ray_lance_stream.source import TableRef
 from ray_lance_stream.splits import SplitGrid
 from ray_lance_stream.state import SkippedCycles, StreamIdentity, StreamState
+from ray_lance_stream.table import TableRef
 
 DEFAULT_PREFETCH_BYTES = 128 * 2**20
 MAX_CHUNK_BYTES = 16 * 2**20
@@ -147,7 +147,9 @@ class StreamConfig:
         if self.resume not in ("auto", "manual"):
             raise ConfigError(f'resume must be "auto" or "manual", got {self.resume!r}')
         if self.evaluation and self.resume_states:
-            raise ConfigError("resume_from must not be given with evaluation=True: such a stream is never resumed")
+            raise ConfigError(
+                "resume_from must not be given with evaluation=True, which is never resumed; leave one of them out"
+            )
 
     def resume_state(self, name: str) -> StreamState | None:
         """The state of `resume_from` that stream `name` continues from: its own, or the only one."""

@@ -198,6 +198,14 @@ class Cursor:
         return self._place.position
 
     @property
+    def done(self) -> tuple[int, tuple[CycleRange, ...]]:
+        """(epoch, whole cycles) that the newest pass has delivered."""
+        place = self._place
+        if place.walk is None:
+            return place.start.epoch, ()
+        return place.walk.start.epoch, place.walk.done_after(place.rows)
+
+    @property
     def next_start(self) -> Position:
         """Where the next pass begins."""
         place = self._place

@@ -9,9 +9,9 @@ import numpy as np
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.cursor import CycleRange
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.source import take_rows
 from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.state import skipped_in
+from ray_lance_stream.take import take_rows
 
 
 def step_cycles(plan: ReadPlan, config: StreamConfig, step: int, global_batch_size: int | None) -> CycleRange:

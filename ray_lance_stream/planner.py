@@ -32,7 +32,7 @@ def plan_table(plan: ReadPlan) -> ReadPlan:
     if num_rows == 0:
         raise ConfigError(
             f"a stream needs at least one row, but {where} has none"
-            + (f" that matches filter={plan.filter!r}" if plan.filter else "")
+            + (f" that matches filter={plan.filter!r}; use one that does" if plan.filter else "; write rows first")
         )
     if plan.num_splits and num_rows < plan.num_splits:
         raise ConfigError(

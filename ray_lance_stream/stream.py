@@ -20,9 +20,10 @@ from ray_lance_stream.errors import ConfigError, StateMismatchError
 from ray_lance_stream.order import Order
 from ray_lance_stream.planner import plan_table
 from ray_lance_stream.shard import StreamShard
-from ray_lance_stream.source import StorageOptions, resolve_columns, table_ref, validate_filter
+from ray_lance_stream.source import resolve_columns, table_ref, validate_filter
 from ray_lance_stream.splits import data_rank, split_block
 from ray_lance_stream.state import StreamState, check_fits
+from ray_lance_stream.table import StorageOptions
 
 logger = logging.getLogger(__name__)
 
@@ -325,7 +326,7 @@ def lance_stream(
         StateError: resume_from holds no state, or one that does not fit.
     """
     if filter is not None and not isinstance(filter, str):
-        raise ConfigError(f"filter must be SQL text, got {type(filter).__name__}")
+        raise ConfigError(f"filter must be SQL text, got {filter!r}; pass None for all rows")
     if num_splits is not None and (isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 1):
         raise ConfigError(f"num_splits must be an int >= 1 or None, got {num_splits!r}")
     config = StreamConfig(

@@ -21,7 +21,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from ray_lance_stream import source
+from ray_lance_stream import table
 from ray_lance_stream.errors import ConfigError, ReadError, TableError, VersionNotFoundError
 from ray_lance_stream.source import (
     TableRef,
@@ -332,7 +332,7 @@ def test_open_is_cached_and_thread_safe(path: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_least_recently_used_tables_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_MAX_OPEN_TABLES", 2)
+    monkeypatch.setattr(table, "_MAX_OPEN_TABLES", 2)
     refs = [table_ref(lance.write_dataset(ids(3), str(tmp_path / f"{i}.lance"))) for i in range(3)]
     first = refs[0].open()
     refs[1].open()
