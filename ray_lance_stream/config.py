@@ -13,7 +13,7 @@ from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.order import Order
 from ray_lance_stream.plan import StreamPlan
 from ray_lance_stream.splits import SplitGrid
-from ray_lance_stream.state import SkippedCycles, StreamIdentity, StreamState
+from ray_lance_stream.state import SkippedCycles, StreamIdentity, StreamState, join_skipped
 from ray_lance_stream.table import TableRef
 
 DEFAULT_PREFETCH_BYTES = 128 * 2**20
@@ -158,7 +158,7 @@ class StreamConfig:
 
     def with_skipped(self, skipped: SkippedCycles) -> StreamConfig:
         """The config with the skips of a loaded state added."""
-        return replace(self, skipped=tuple(sorted({*self.skipped, *skipped})))
+        return replace(self, skipped=join_skipped(self.skipped, skipped))
 
     @property
     def chunk_bytes(self) -> int:

@@ -122,6 +122,13 @@ def skipped_in(skipped: SkippedCycles, epoch: int) -> tuple[CycleRange, ...]:
     return union((lo, hi) for e, lo, hi in skipped if e == epoch)
 
 
+def join_skipped(*skipped: SkippedCycles) -> SkippedCycles:
+    """All cycles that any of `skipped` leaves out, with as few entries as possible."""
+    epochs = sorted({epoch for entries in skipped for epoch, _, _ in entries})
+    entries = tuple(entry for some in skipped for entry in some)
+    return tuple((epoch, lo, hi) for epoch in epochs for lo, hi in skipped_in(entries, epoch))
+
+
 def union(ranges: Iterable[CycleRange]) -> tuple[CycleRange, ...]:
     """Ascending, disjoint ranges that cover the same cycles."""
     merged: list[CycleRange] = []
@@ -236,8 +243,7 @@ def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 + ", ".join(f"({s.epoch}, {s.samples_consumed_per_split}, {s.partial})" for s in parsed)
                 + "; save all ranks at the same step"
             )
-    skipped = tuple(sorted({entry for state in parsed for entry in state.skipped}))
-    return replace(first, skipped=skipped).to_dict()
+    return replace(first, skipped=join_skipped(*(state.skipped for state in parsed))).to_dict()
 
 
 def dump_states(states: Mapping[str, StreamState]) -> str:
