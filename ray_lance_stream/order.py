@@ -151,8 +151,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.order_id not in ORDER_IDS:
-            known = ", ".join(map(repr, ORDER_IDS))
-            raise ConfigError(f"order id must be one of {known}, got {self.order_id!r}; use one of these")
+            raise ConfigError(f"order id must be one of {ORDER_IDS}, got {self.order_id!r}; use one of these")
         _check_num_rows(self.num_rows)
         if not isinstance(self.shuffle, bool):
             raise ConfigError(f"shuffle must be True or False, got {self.shuffle!r}; pass a bool")
@@ -249,9 +248,7 @@ def _check_index(index: npt.NDArray[np.integer[Any]], num_rows: int) -> None:
     if not isinstance(index, np.ndarray) or index.ndim != 1 or not np.issubdtype(index.dtype, np.integer):
         got = f"{index.dtype} of shape {index.shape}" if isinstance(index, np.ndarray) else type(index).__name__
         raise ConfigError(f"an index must be an int64 numpy array of one dimension, got {got}; convert it first")
-    if index.size == 0:
-        return
-    smallest, largest = int(index.min()), int(index.max())
+    smallest, largest = (int(index.min()), int(index.max())) if index.size else (0, 0)
     if smallest < 0 or largest >= num_rows:
         raise ConfigError(
             f"an index must be in [0, {num_rows}), got values from {smallest} to {largest}; "

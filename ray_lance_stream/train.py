@@ -125,7 +125,7 @@ def resume_states(source: Any) -> dict[str, StreamState]:
     """
     if isinstance(source, Mapping):
         return {"": StreamState.from_dict(source)}
-    if isinstance(source, (str, os.PathLike)):
+    if not isinstance(source, ray.train.Checkpoint) and isinstance(source, (str, os.PathLike)):
         source = ray.train.Checkpoint(os.fspath(source))
     if not isinstance(source, ray.train.Checkpoint):
         raise StateError(
