@@ -19,9 +19,10 @@ if TYPE_CHECKING:
         TableError,
         VersionNotFoundError,
     )
+    from ray_lance_stream.factory import lance_stream
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.state import merge_state_dicts
-    from ray_lance_stream.stream import LanceStream, lance_stream
+    from ray_lance_stream.stream import LanceStream
     from ray_lance_stream.train import report
 
 __version__ = "0.1.0"
@@ -39,7 +40,7 @@ _ERRORS = (
 _HOME = {
     **dict.fromkeys(_ERRORS, "errors"),
     "LanceStream": "stream",
-    "lance_stream": "stream",
+    "lance_stream": "factory",
     "StreamShard": "shard",
     "merge_state_dicts": "state",
     "report": "train",

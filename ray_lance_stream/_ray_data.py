@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,8 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.data._internal.block_batching.interfaces import BlockStageTimings, FinalizedBatch, ResolvedBlock
-from ray.data._internal.block_batching.iter_batches import BatchIterator
+from ray.data._internal.block_batching.interfaces import Batch, BlockStageTimings, FinalizedBatch, ResolvedBlock
+from ray.data._internal.block_batching.iter_batches import DEFAULT_FORMAT_THREADPOOL_NUM_WORKERS, BatchIterator
 from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry, RefBundle
 from ray.data._internal.stats import DatasetStats, TimeSpan
 from ray.data._internal.tensor_extensions.arrow import ArrowTensorArray
@@ -19,9 +20,12 @@ from ray.data.iterator import _IterableFromIterator
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, get_train_fn_utils
 
+from ray_lance_stream.gate import Gate, contained
+
 __all__ = [
     "BatchIterator",
     "DatasetStats",
+    "NullInTensorError",
     "RefBundle",
     "ShardBatchIterator",
     "as_iterable",
@@ -39,7 +43,7 @@ def as_iterable(make_iterator: Callable[[], Iterator[Any]]) -> Any:
     return _IterableFromIterator(make_iterator)
 
 
-def ref_bundle(ref: ray.ObjectRef, num_rows: int, size_bytes: int) -> RefBundle:
+def ref_bundle(ref: Any, num_rows: int, size_bytes: int) -> RefBundle:
     """One block as Ray Data passes it around."""
     metadata = BlockMetadata(num_rows=num_rows, size_bytes=size_bytes, exec_stats=None, input_files=None)
     return RefBundle((BlockEntry(ref, metadata),), owns_blocks=False, schema=None)
@@ -51,11 +55,23 @@ def block_rows(block: Block) -> Iterator[dict[str, Any]]:
     return accessor.iter_rows(public_row_format=True)
 
 
+class NullInTensorError(ValueError):
+    """A null in a column of fixed-size lists.
+
+    Attributes:
+        row: index in the table of the first row with one.
+    """
+
+    def __init__(self, message: str, row: int) -> None:
+        super().__init__(message)
+        self.row = row
+
+
 def with_tensor_columns(table: pa.Table) -> pa.Table:
     """Fixed-size lists of numbers as Arrow tensors: they become numpy and torch tensors without a copy of each row.
 
     Raises:
-        ValueError: a fixed-size list column holds a null, which a tensor cannot.
+        NullInTensorError: a fixed-size list column holds a null, which a tensor cannot.
     """
     for index, column in enumerate(table.schema):
         if not pa.types.is_fixed_size_list(column.type) or not _is_number(column.type.value_type):
@@ -63,12 +79,21 @@ def with_tensor_columns(table: pa.Table) -> pa.Table:
         values = table.column(index).combine_chunks()
         if isinstance(values, pa.ChunkedArray):
             values = pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([], type=column.type)
+        width = column.type.list_size
         if values.null_count or values.flatten().null_count:
-            raise ValueError(f"column {column.name!r} of type {column.type} holds a null, which a tensor cannot")
+            message = f"column {column.name!r} of type {column.type} holds a null, which a tensor cannot"
+            raise NullInTensorError(message, _first_null_row(values, width))
         flat = values.flatten().to_numpy(zero_copy_only=False)
-        tensors = ArrowTensorArray.from_numpy(flat.reshape(len(values), column.type.list_size), column_name=column.name)
+        tensors = ArrowTensorArray.from_numpy(flat.reshape(len(values), width), column_name=column.name)
         table = table.set_column(index, column.name, tensors)
     return table
+
+
+def _first_null_row(values: pa.FixedSizeListArray, width: int) -> int:
+    whole = values.is_null().to_numpy(zero_copy_only=False)
+    if whole.any():
+        return int(whole.argmax())
+    return int(values.flatten().is_null().to_numpy(zero_copy_only=False).argmax()) // width
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -76,11 +101,11 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 class ShardBatchIterator(BatchIterator):
-    """Ray's batch iterator with three hooks.
+    """Ray's batch iterator with three hooks, a bound on batches out of order, and threads that end.
 
     Args:
         ref_bundles: as BatchIterator.
-        fetch: the block behind a reference; may read it again when the object is lost.
+        fetch: the block behind a reference, which it may read again when the object is lost; None ends the iteration.
         on_batch: called in the loop's thread with the number of rows it is about to receive.
         on_end: called in the loop's thread when no batch is left; raises if rows are missing, since Ray's threads
             swallow a BaseException and end as if complete.
@@ -91,29 +116,65 @@ class ShardBatchIterator(BatchIterator):
         self,
         ref_bundles: Iterator[RefBundle],
         *,
-        fetch: Callable[[ray.ObjectRef], Block],
+        fetch: Callable[[ray.ObjectRef], Block | None],
         on_batch: Callable[[int], None],
         on_end: Callable[[], None],
         **kwargs: Any,
     ) -> None:
+        kwargs["collate_fn"] = contained(kwargs.get("collate_fn"), "collate_fn")
+        kwargs["finalize_fn"] = contained(kwargs.get("finalize_fn"), "finalize_fn")
         super().__init__(ref_bundles, **kwargs)
         self._fetch = fetch
         self._on_batch = on_batch
         self._on_end = on_end
+        self._closed = False
+        self._gate = Gate(self._prefetch_batches + DEFAULT_FORMAT_THREADPOOL_NUM_WORKERS)
 
-    def _resolve_block_refs(self, block_refs: Iterator[ray.ObjectRef]) -> Iterator[ResolvedBlock]:
-        while True:
-            asked_s = time.perf_counter()
-            ref = next(block_refs, None)
-            if ref is None:
-                return
-            came_s = time.perf_counter()
-            block = self._fetch(ref)
-            del ref
-            done_s = time.perf_counter()
-            if self._stats:
-                self._stats.iter_get_s.add(done_s - came_s)
-            yield ResolvedBlock(block, BlockStageTimings(TimeSpan(asked_s, came_s), TimeSpan(came_s, done_s)))
+    def close(self) -> None:
+        """Let the threads end. Those that format do so once nobody holds the iterator; Ray's prefetcher never would."""
+        self._closed = True
+        self._gate.close()
+        self._prefetcher.stop()
+
+    def _prefetch_blocks(self, ref_bundles: Iterator[RefBundle]) -> Iterator[Any]:
+        try:
+            yield from super()._prefetch_blocks(ref_bundles)
+        except RuntimeError:  # of a stopped prefetcher
+            if not self._closed:
+                raise
+
+    def _resolve_block_refs(self, block_refs: Iterator[Any]) -> Iterator[ResolvedBlock]:
+        # A generator would hold each block until the next one is asked for.
+        return iter(functools.partial(self._next_block, block_refs), None)
+
+    def _next_block(self, block_refs: Iterator[Any]) -> ResolvedBlock | None:
+        asked_s = time.perf_counter()
+        ref = next(block_refs, None)
+        if ref is None:
+            return None
+        came_s = time.perf_counter()
+        block = self._fetch(ref)
+        if block is None:
+            return None
+        done_s = time.perf_counter()
+        if self._stats:
+            self._stats.iter_get_s.add(done_s - came_s)
+        return ResolvedBlock(block, BlockStageTimings(TimeSpan(asked_s, came_s), TimeSpan(came_s, done_s)))
+
+    def _blocks_to_batches(self, blocks: Iterator[ResolvedBlock]) -> Iterator[Batch]:
+        batches = super()._blocks_to_batches(blocks)
+        return map(self._through_gate, batches) if self._preserve_order else batches
+
+    def _through_gate(self, batch: Batch) -> Batch:
+        self._gate.enter(batch.metadata.batch_idx)
+        return batch
+
+    def _restore_original_batch_order(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        return map(self._out_of_gate, super()._restore_original_batch_order(batches))
+
+    def _out_of_gate(self, batch: Batch) -> Batch:
+        self._gate.passed()
+        return batch
 
     @contextmanager
     def yield_batch_context(self, batch: FinalizedBatch) -> Iterator[None]:

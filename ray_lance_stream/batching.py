@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.splits import SplitBlock, SplitGrid, nearest_multiples
+from ray_lance_stream.splits import RankShare, nearest_multiples
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +29,11 @@ class BatchSizeRule:
     """Which batch sizes one rank may use.
 
     Attributes:
-        grid, block: the splits and those of this rank.
-        world_size: data ranks.
+        share: the splits of this rank.
         global_batch_size: G of the stream, if it has one.
     """
 
-    grid: SplitGrid
-    block: SplitBlock
-    world_size: int
+    share: RankShare
     global_batch_size: int | None
     _warned: bool = field(default=False, init=False)
 
@@ -48,13 +45,13 @@ class BatchSizeRule:
                 cycles where the blocks of the ranks differ in size.
         """
         size = self._asked(batch_size)
-        if size % self.block.size == 0:
+        if size % self.share.block.size == 0:
             return size
-        fitting = " or ".join(str(n) for n in nearest_multiples(size, self.block.size))
-        if self.grid.num_splits % self.world_size:
+        fitting = " or ".join(str(n) for n in nearest_multiples(size, self.share.block.size))
+        if self.share.grid.num_splits % self.share.world_size:
             raise ConfigError(
-                f"{self.world_size} workers do not divide num_splits={self.grid.num_splits}, so batches must be whole "
-                f"cycles: batch_size must be a multiple of this rank's {self.block.size} splits, got {size}; use "
+                f"{self.share.world_size} workers do not divide num_splits={self.share.grid.num_splits}, so batches must be "
+                f"whole cycles: batch_size must be a multiple of this rank's {self.share.block.size} splits, got {size}; use "
                 f"shard.local_batch_size(global_batch_size), here for example {fitting}"
             )
         if not self._warned:
@@ -64,8 +61,8 @@ class BatchSizeRule:
                 "workers, and a checkpoint between cycles resumes exactly on the same number of workers only; valid batch "
                 "sizes are the multiples of %d, for example %s",
                 size,
-                self.block.size,
-                self.block.size,
+                self.share.block.size,
+                self.share.block.size,
                 fitting,
             )
         return size
@@ -73,7 +70,7 @@ class BatchSizeRule:
     def _asked(self, batch_size: Any) -> int:
         own = None
         if self.global_batch_size is not None:
-            own = self.grid.cycles_per_step(self.global_batch_size) * self.block.size
+            own = self.share.local_batch_size(self.global_batch_size)
         if batch_size is BATCH_SIZE_OF_STREAM:
             return own or RAY_DEFAULT_BATCH_SIZE
         if batch_size is None:
@@ -88,6 +85,6 @@ class BatchSizeRule:
         if own is not None and batch_size != own:
             raise ConfigError(
                 f"batch_size must be this rank's share of global_batch_size={self.global_batch_size}, which is {own} rows "
-                f"({self.block.size} of {self.grid.num_splits} splits), got {batch_size}; leave batch_size out"
+                f"({self.share.block.size} of {self.share.grid.num_splits} splits), got {batch_size}; leave batch_size out"
             )
         return batch_size

@@ -93,7 +93,7 @@ class ReadPlan:
             shuffle=self.order.shuffle,
             shuffle_seed=self.order.seed,
             shuffle_clump_size=self.order.clump_size,
-            num_splits=self.grid.num_splits,
+            num_splits=self.num_splits or 1,
             drop_remainder=self.drop_remainder,
             replicas=replicas,
         )
@@ -144,6 +144,8 @@ class StreamConfig:
             _at_least("read_batch_size", self.read_batch_size, 1)
         if self.global_batch_size is not None:
             _at_least("global_batch_size", self.global_batch_size, 1)
+        if not isinstance(self.evaluation, bool):
+            raise ConfigError(f"evaluation must be True or False, got {self.evaluation!r}; pass a bool")
         if self.resume not in ("auto", "manual"):
             raise ConfigError(f'resume must be "auto" or "manual", got {self.resume!r}')
         if self.evaluation and self.resume_states:

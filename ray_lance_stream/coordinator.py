@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import ray
 from ray_lance_stream.config import ReadPlan
 from ray_lance_stream.planner import plan_table
 from ray_lance_stream.reader import start_reader
+from ray_lance_stream.shelf import Owner, Reader, ReaderShelf
 from ray_lance_stream.state import StreamState
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,10 @@ CALLS_AT_A_TIME = 16
 MAX_RESTARTS = 16
 CALL_RETRIES = 3
 KEPT_ATTEMPTS = 64
+# A worker group that starts again within this time after the end of the one before finds warm readers.
+KEEP_READERS_S = 20.0
+# A trainer needs a while from `fit()` to its first batch.
+KEEP_SPARE_S = 120.0
 
 Step = tuple[
     str, bool, int, int
@@ -39,11 +45,13 @@ class Attempt:
         attempt_id: unique per `streaming_split`.
         run: name of the Ray Train run; "" outside of Ray Train.
         world_size: W.
+        split_for_train: whether Ray Train split the stream over a whole worker group.
     """
 
     attempt_id: str
     run: str
     world_size: int
+    split_for_train: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,9 @@ class StreamCoordinator:
         self._lock = threading.Lock()
         self._plan_lock = threading.Lock()
         self._plans: dict[ReadPlan, ReadPlan] = {}
+        self._shelf = ReaderShelf(lambda node_id: start_reader(label, node_id), KEEP_READERS_S, time.monotonic)
+        self._shelf.spare(ray.get_runtime_context().get_node_id(), KEEP_SPARE_S)
+        threading.Thread(target=self._sweep, name="sweep readers", daemon=True).start()
 
     def __repr__(self) -> str:
         return f"StreamCoordinator[{self._label}]"
@@ -125,12 +136,30 @@ class StreamCoordinator:
         """Answers once the actor runs."""
         return True
 
-    def reader(self, label: str, node_id: str | None) -> ray.actor.ActorHandle:
-        """A new reader for a shard on `node_id`.
+    def prepare(self, owner: Owner, node_id: str | None) -> None:
+        """See ReaderShelf.prepare."""
+        with self._lock:
+            self._shelf.prepare(owner, node_id)
 
-        The shard is its only holder, so that it dies with the shard's process or with the last use of the shard.
+    def reader(self, owner: Owner, node_id: str | None, fresh: bool) -> tuple[Reader, Reader | None]:
+        """See ReaderShelf.claim.
+
+        The shard holds what it gets, so that a reader outlives neither the shard's process nor this actor, and one that
+        is forgotten here goes on for its shard.
         """
-        return start_reader(label, node_id)
+        with self._lock:
+            return self._shelf.claim(owner, node_id, fresh=fresh)
+
+    def release(self, attempt_id: str, rank: int) -> None:
+        """See ReaderShelf.release."""
+        with self._lock:
+            self._shelf.release(attempt_id, rank)
+
+    def _sweep(self) -> None:
+        while True:
+            time.sleep(KEEP_READERS_S / 4)
+            with self._lock:
+                self._shelf.sweep()
 
     def plan_at(self, plan: ReadPlan, version: int) -> ReadPlan:
         """The plan of the same stream at another table version; computed once.
@@ -154,6 +183,7 @@ class StreamCoordinator:
         """See AttemptBook.record."""
         with self._lock:
             self._book.record(attempt, rank, progress)
+            self._shelf.touch(attempt.attempt_id, rank)
 
     def snapshot(self, run: str | None) -> tuple[list[str], dict[int, RankProgress]]:
         """(names of the runs, ranks of `run`, or of the only run)."""

@@ -243,9 +243,13 @@ class Cursor:
         Raises:
             IterationError: a pass is running.
         """
+        self.check_not_live()
+        self._place = _Place(_Pass.OPEN, position)
+
+    def check_not_live(self) -> None:
+        """Raises IterationError if a pass is running."""
         if self.live:
             raise IterationError(
                 "a saved position must be loaded before iteration starts, but an iterator of this shard is live; "
                 "exhaust it or close() it first"
             )
-        self._place = _Place(_Pass.OPEN, position)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+import atexit
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -12,6 +14,7 @@ from ray.data import DataContext, DataIterator, Schema
 
 from ray_lance_stream._ray_data import (
     BatchIterator,
+    NullInTensorError,
     RefBundle,
     ShardBatchIterator,
     block_rows,
@@ -20,10 +23,16 @@ from ray_lance_stream._ray_data import (
 )
 from ray_lance_stream.cursor import EpochWalk
 from ray_lance_stream.errors import IterationError, ReadError
-from ray_lance_stream.window import ENDED, ReadWindow
+from ray_lance_stream.reader import ChunkInfo
+from ray_lance_stream.window import ReadWindow
 
 if TYPE_CHECKING:
     from ray_lance_stream.shard import StreamShard
+
+ENDED = "this iterator has ended: its shard has begun another pass, or was closed"
+
+
+_running: weakref.WeakSet[EpochPass] = weakref.WeakSet()
 
 
 class EpochPass(DataIterator):
@@ -42,19 +51,24 @@ class EpochPass(DataIterator):
         self._count_batches = True
         self._walk: EpochWalk | None = None
         self._window: ReadWindow | None = None
+        self._batch_iterator: ShardBatchIterator | None = None
+        self._running: Generator[Any, None, None] | None = None  # Ray's own iterator
         self._given_rows = 0
 
     # ---- three ways to deliver
 
-    def batches(self, **kwargs: Any) -> Iterator[Any]:
+    def batches(self, **kwargs: Any) -> Generator[Any, None, None]:
         """Batches as Ray makes them."""
         size: Any = self.batch_size  # Ray's annotation leaves out its own None
-        return iter(super()._iter_batches(batch_size=size, drop_last=self.drop_last, **kwargs))
+        running: Any = iter(super()._iter_batches(batch_size=size, drop_last=self.drop_last, **kwargs))
+        self._running = running
+        yield from running
+        self._check_complete()  # Ray's iterator also ends when close() ends it
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Rows as dicts; each counts when it is handed out."""
         self._count_batches = False
-        with closing(self.batches(batch_format=None, prefetch_batches=1)) as blocks:  # type: ignore[type-var]
+        with closing(self.batches(batch_format=None, prefetch_batches=1)) as blocks:
             for block in blocks:
                 for row in block_rows(block):
                     self._received(1)
@@ -66,9 +80,12 @@ class EpochPass(DataIterator):
         assert self._window is not None
         try:
             for ref, info in self._window:
+                block = self._fetch(ref)
+                if block is None:
+                    break
                 self._given_rows += info.num_rows
                 self._received(info.num_rows)
-                yield ref_bundle(ray.put(self._fetch(ref)), info.num_rows, info.size_bytes)
+                yield ref_bundle(ray.put(block), info.num_rows, info.size_bytes)
             self._check_complete()
         finally:
             self._on_iteration_end(None)
@@ -77,26 +94,36 @@ class EpochPass(DataIterator):
 
     def _to_ref_bundle_iterator(self) -> Any:
         self._walk = self._shard._begin_pass(self)
+        _running.add(self)
         self._window = window = self._shard._new_window(self._walk)
-        bundles = (ref_bundle(ref, info.num_rows, info.size_bytes) for ref, info in window)
-        return bundles, self._shard._stats, None
+        # A generator would hold each reference until the next one is asked for.
+        return map(_bundle, window), self._shard._stats, None
 
     def _create_batch_iterator(self, ref_bundles_iter: Iterator[RefBundle], *args: Any, **kwargs: Any) -> BatchIterator:
-        return ShardBatchIterator(
+        self._batch_iterator = ShardBatchIterator(
             ref_bundles_iter,
             fetch=self._fetch,
             on_batch=self._on_batch,
             on_end=self._check_complete,
             **kwargs,
         )
+        return self._batch_iterator
 
     def _on_iteration_end(self, executor: Any) -> None:
         self._shard._end_pass(self)
 
     def close(self) -> None:
-        """Let reads and blocks go."""
+        """Let reads, blocks and threads go, also where the loop keeps a reference to its iterator."""
+        _running.discard(self)
         if self._window is not None:
             self._window.close()
+        batch_iterator, self._batch_iterator = self._batch_iterator, None  # it refers to this pass
+        if batch_iterator is not None:
+            batch_iterator.close()
+        running, self._running = self._running, None
+        if running is not None:
+            with suppress(ValueError):  # it is executing: it calls this itself, or another thread waits in it
+                running.close()
 
     def stats(self) -> str:
         """As the shard's."""
@@ -115,13 +142,21 @@ class EpochPass(DataIterator):
 
     # ---- counting
 
-    def _fetch(self, ref: ray.ObjectRef) -> pa.Table:
+    def _fetch(self, ref: ray.ObjectRef) -> pa.Table | None:
         assert self._window is not None
+        fetched = self._window.fetch(ref)
+        if fetched is None:
+            return None
+        block, request = fetched
         try:
-            return with_tensor_columns(self._window.fetch(ref))
-        except ValueError as error:
+            return with_tensor_columns(block)
+        except NullInTensorError as error:
+            span = request.span
+            rows = request.plan.resolve().rows(request.epoch, request.block, span.start, span.stop)
+            table = request.plan.table
             raise ReadError(
-                f"stream {self._shard.name!r}: {error}; leave the column out with columns=[...] or its nulls with "
+                f"stream {self._shard.name!r}: {error}, in row {rows[span.skip_rows + error.row]} of table "
+                f"{table.identity} version {table.version}; leave the column out with columns=[...] or its nulls with "
                 "filter='... IS NOT NULL'"
             ) from None
 
@@ -139,8 +174,23 @@ class EpochPass(DataIterator):
 
     def _check_complete(self) -> None:
         assert self._walk is not None
-        if self._shard._is_current(self) and self._given_rows != self._walk.num_rows:
-            raise IterationError(
-                f"the pass over epoch {self._walk.start.epoch} ended after {self._given_rows} of {self._walk.num_rows} "
-                "rows: a thread of Ray's batching ended without an error; see the worker's log for its cause"
-            )
+        if self._given_rows == self._walk.num_rows:
+            return
+        if not self._shard._is_current(self):
+            raise IterationError(ENDED)
+        raise IterationError(
+            f"the pass over epoch {self._walk.start.epoch} ended after {self._given_rows} of {self._walk.num_rows} "
+            "rows: a thread of Ray's batching ended without an error; see the worker's log for its cause"
+        )
+
+
+def _bundle(chunk: tuple[ray.ObjectRef, ChunkInfo]) -> RefBundle:
+    ref, info = chunk
+    return ref_bundle(ref, info.num_rows, info.size_bytes)
+
+
+@atexit.register
+def _end_running() -> None:
+    """Before Ray shuts down, which it does at exit too: an iterator that Python ends later finds Ray gone and says so."""
+    for each in list(_running):
+        each._shard._end_pass(each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -11,6 +12,7 @@ from ray_lance_stream import train
 from ray_lance_stream.config import ReadPlan
 from ray_lance_stream.coordinator import Attempt, RankProgress
 from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.shelf import Owner, Reader
 from ray_lance_stream.splits import SplitBlock, cycles_per_batch
 from ray_lance_stream.state import StreamState
 
@@ -37,10 +39,26 @@ class CoordinatorLink:
         self._first_row_s: float | None = None
         self._rows = 0
 
-    def new_reader(self, block: SplitBlock) -> ray.actor.ActorHandle:
-        """A reader near this process, held by nobody else."""
-        label = f"{self._name} {block.lo}:{block.hi}"
-        return self._ask("reader", label, ray.get_runtime_context().get_node_id())
+    def prepare_reader(self) -> None:
+        """Have the first reader started, or handed on from an attempt that has ended; waits for nothing."""
+        self._coordinator.prepare.remote(self._owner(0), ray.get_runtime_context().get_node_id())
+
+    def reader(self, slot: int, *, fresh: bool) -> tuple[Reader, Reader | None]:
+        """The reader of a slot of this rank, and one that is warm where that one was just started.
+
+        Args:
+            slot: which of the readers of this rank.
+            fresh: the one that the slot had has died.
+        """
+        return self._ask("reader", self._owner(slot), ray.get_runtime_context().get_node_id(), fresh)
+
+    def release_readers(self) -> None:
+        """This shard needs no readers any more; waits for nothing."""
+        if ray.is_initialized():
+            self._coordinator.release.remote(self._attempt.attempt_id, self._rank)
+
+    def _owner(self, slot: int) -> Owner:
+        return Owner(train.run_name(), self._attempt.attempt_id, self._rank, slot)
 
     def plan_at(self, plan: ReadPlan, version: int) -> ReadPlan:
         """The same stream at another table version; may scan the table, once for all ranks."""
@@ -79,7 +97,7 @@ class CoordinatorLink:
             return
         self._told_s = time.monotonic()
         elapsed_s = self._told_s - self._first_row_s if self._first_row_s is not None else 0.0
-        attempt = Attempt(self._attempt.attempt_id, train.run_name(), self._attempt.world_size)
+        attempt = replace(self._attempt, run=train.run_name())
         self._coordinator.record.remote(attempt, self._rank, RankProgress(state, self._rows, elapsed_s))
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:

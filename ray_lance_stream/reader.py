@@ -75,6 +75,10 @@ class SplitReader:
     def __repr__(self) -> str:
         return f"SplitReader[{self._label}]"
 
+    def ready(self) -> bool:
+        """Answers once the actor runs."""
+        return True
+
     @ray.method(num_returns=2)
     def read(self, request: ReadRequest) -> tuple[pa.Table, ChunkInfo]:
         """Read one chunk.

@@ -1,8 +1,7 @@
-"""StreamShard: the `ray.data.DataIterator` of one rank. It knows the position and restores it; a pass does the reading."""
+"""StreamShard: the `ray.data.DataIterator` of one rank. Position, passes, reads and batch sizes have files of their own."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,18 +16,17 @@ from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.coordinator import Attempt
 from ray_lance_stream.cursor import ChunkSpan, Cursor, EpochWalk, Position
 from ray_lance_stream.epoch_pass import EpochPass
-from ray_lance_stream.errors import ConfigError, StateError
+from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.link import CoordinatorLink
+from ray_lance_stream.pool import ReaderPool
 from ray_lance_stream.reader import ReadRequest
-from ray_lance_stream.restore import position_of, saved_start
+from ray_lance_stream.restore import StreamPosition
 from ray_lance_stream.source import projected_schema
-from ray_lance_stream.splits import SplitBlock, data_rank, split_block
-from ray_lance_stream.state import PartialCycle, StreamState, check_fits, skipped_in
-from ray_lance_stream.window import ChunkSizer, ReaderPool, ReadWindow
+from ray_lance_stream.splits import RankShare
+from ray_lance_stream.state import StreamState, skipped_in
+from ray_lance_stream.window import ChunkSizer, ReadWindow
 
-logger = logging.getLogger(__name__)
-
-RUNTIME = ("_cursor", "_pass", "_stats", "_link", "_pool", "_batch_rule")  # what does not travel to a worker
+RUNTIME = ("_position", "_pass", "_stats", "_link", "_pool", "_batch_rule")  # what does not travel to a worker
 
 
 class StreamShard(DataIterator):
@@ -70,12 +68,15 @@ class StreamShard(DataIterator):
         self._reset_runtime()
 
     def _reset_runtime(self) -> None:
-        self._cursor: Cursor | None = None
         self._pass: EpochPass | None = None
         self._stats = DatasetStats(metadata={}, parent=None)
         self._link = CoordinatorLink(self.name, self._coordinator, self._attempt, self.world_rank)
-        self._pool = ReaderPool(self._config.readers_per_worker, lambda: self._link.new_reader(self._block))
-        self._batch_rule = BatchSizeRule(self._plan.grid, self._block, self._data_world, self._config.global_batch_size)
+        self._pool = ReaderPool(
+            self._config.readers_per_worker, lambda slot, fresh: self._link.reader(slot, fresh=fresh)
+        )
+        world_size = self._attempt.world_size // self._config.replicas
+        self._position = StreamPosition(self.name, self._plan, self._config, world_size, self._link)
+        self._batch_rule = BatchSizeRule(self._share, self._config.global_batch_size)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in RUNTIME}
@@ -83,12 +84,13 @@ class StreamShard(DataIterator):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset_runtime()
-        train.register(self)
+        if train.register(self) and not self.evaluation:
+            self._link.prepare_reader()
 
     def __repr__(self) -> str:
         return (
             f"StreamShard(name={self.name!r}, rank={self.world_rank} of {self._attempt.world_size}, "
-            f"splits=[{self.split_block[0]}, {self.split_block[1]}) of {self._plan.grid.num_splits})"
+            f"splits=[{self.split_block[0]}, {self.split_block[1]}) of {self._share.grid.num_splits})"
         )
 
     # ---- what this shard delivers
@@ -99,19 +101,15 @@ class StreamShard(DataIterator):
         return self._config.evaluation
 
     @property
+    def _share(self) -> RankShare:
+        grid = self._position.plan.grid  # of the recorded version after a resume
+        return RankShare.of(grid, self._attempt.world_size, self.world_rank, self._config.replicas)
+
+    @property
     def split_block(self) -> tuple[int, int]:
         """(lo, hi): the contiguous splits of this rank."""
-        block = self._block
+        block = self._share.block
         return block.lo, block.hi
-
-    @property
-    def _block(self) -> SplitBlock:
-        rank, world = data_rank(self._attempt.world_size, self.world_rank, self._config.replicas)
-        return split_block(self._plan.grid.num_splits, world, rank)
-
-    @property
-    def _data_world(self) -> int:
-        return self._attempt.world_size // self._config.replicas
 
     @property
     def num_rows(self) -> int:
@@ -124,7 +122,7 @@ class StreamShard(DataIterator):
 
         DDP averages the ranks' gradients as equals; a rank with k_r of S splits holds k_r / S of a global step.
         """
-        return self._block.size * self._data_world / self._plan.grid.num_splits
+        return self._share.loss_weight
 
     def local_batch_size(self, global_batch_size: int) -> int:
         """m * k: this rank's rows of a global step of `global_batch_size` rows.
@@ -132,7 +130,7 @@ class StreamShard(DataIterator):
         Raises:
             ConfigError: global_batch_size is no positive multiple of num_splits.
         """
-        return self._plan.grid.cycles_per_step(global_batch_size) * self._block.size
+        return self._share.local_batch_size(global_batch_size)
 
     def num_batches(self, batch_size: int | None = None, drop_last: bool = False) -> int:
         """Batches that the next pass delivers: those left of an open epoch after a resume, else those of an epoch."""
@@ -192,17 +190,18 @@ class StreamShard(DataIterator):
         return EpochPass(self, batch_size, drop_last)
 
     def _walk(self, start: Position, batch_size: int | None = None, drop_last: bool = False) -> EpochWalk:
-        skipped = skipped_in(self._config.skipped, start.epoch)
-        return EpochWalk(self._plan.grid, self._block, start, skipped, batch_size, drop_last)
+        share, skipped = self._share, skipped_in(self._position.config.skipped, start.epoch)
+        return EpochWalk(share.grid, share.block, start, skipped, batch_size, drop_last)
 
     # ---- called by a pass
 
     def _new_window(self, walk: EpochWalk) -> ReadWindow:
-        def make_request(span: ChunkSpan) -> ReadRequest:
-            return ReadRequest(self._plan, walk.start.epoch, self._block, span)
+        plan = self._position.plan
 
-        first_rows = walk.batch_size or self._block.size
-        sizer = ChunkSizer(self._config, self._block.size, self._plan.row_bytes, first_rows)
+        def make_request(span: ChunkSpan) -> ReadRequest:
+            return ReadRequest(plan, walk.start.epoch, walk.block, span)
+
+        sizer = ChunkSizer(self._config, walk.block.size, plan.row_bytes, walk.batch_size or walk.block.size)
         return ReadWindow(walk, make_request, self._pool, sizer, self._config)
 
     def _begin_pass(self, new: EpochPass) -> EpochWalk:
@@ -212,25 +211,23 @@ class StreamShard(DataIterator):
             self._end_pass(self._pass)
         walk = self._walk(cursor.next_start, new.batch_size, new.drop_last)
         if new.batch_size is not None:
-            self._link.agree_on_step(walk.start.epoch, self._block, new.batch_size, new.drop_last)
+            self._link.agree_on_step(walk.start.epoch, walk.block, new.batch_size, new.drop_last)
         cursor.begin(walk)
         self._pass = new
         return walk
 
     def _received(self, rows: int) -> None:
-        assert self._cursor is not None
-        self._cursor.received(rows)
+        self._position.cursor().received(rows)
         if self._link.received(rows):
-            self._link.tell(self.state())
+            self._position.tell()
 
     def _end_pass(self, ended: EpochPass) -> None:
         if self._pass is not ended:
             return
         self._pass = None
         ended.close()
-        assert self._cursor is not None
-        self._cursor.leave()
-        self._link.tell(self.state())
+        self._position.cursor().leave()
+        self._position.tell()
 
     def _is_current(self, this: EpochPass) -> bool:
         return self._pass is this
@@ -263,24 +260,13 @@ class StreamShard(DataIterator):
         `LanceStream.digest` over the steps of the pass. Computed from the order when asked for: costs nothing otherwise.
         """
         epoch, ranges = self._restore().done
-        plan = self._plan.resolve()
-        return sum(plan.digest(epoch, self._block, lo, hi) for lo, hi in ranges) % 2**64
+        plan, block = self._position.plan.resolve(), self._share.block
+        return sum(plan.digest(epoch, block, lo, hi) for lo, hi in ranges) % 2**64
 
     def state(self) -> StreamState:
         """`state_dict()` as an object."""
-        cursor = self._restore()
-        position = cursor.position
-        partial = None
-        if position.partial_rows:
-            partial = PartialCycle(position.partial_rows, self._data_world)
-        return StreamState(
-            identity=self._plan.identity(self._config.replicas),
-            epoch=position.epoch,
-            samples_consumed_per_split=position.cycle,
-            global_batch_size=self._config.global_batch_size,
-            partial=partial,
-            skipped=self._config.skipped,
-        )
+        self._restore()
+        return self._position.state()
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop as JSON values (< 2 KB): what it has received, not what was prefetched.
@@ -301,43 +287,12 @@ class StreamShard(DataIterator):
             StateMismatchError: the state belongs to another row order.
             IterationError: an iterator of this shard is live.
         """
-        if self._cursor is not None and self._cursor.live:
-            self._cursor.load(Position(0))  # raises
-        self._load(StreamState.from_dict(state))
-
-    def _load(self, saved: StreamState) -> None:
-        if self.evaluation:
-            raise StateError("a stream with evaluation=True is never resumed; make it without evaluation=True")
-        plan = self._plan
-        if saved.identity.table_version != plan.table.version:
-            current = plan.identity(self._config.replicas)
-            check_fits(saved, current.at(saved.identity))
-            plan = self._link.plan_at(plan, saved.identity.table_version)
-        check_fits(saved, plan.identity(self._config.replicas))
-        self._plan = plan
-        self._config = self._config.with_skipped(saved.skipped)
-        cursor = self._cursor or Cursor(Position(0))
-        cursor.load(position_of(saved, self.name, plan.grid, self._data_world, self._config))
-        self._cursor = cursor
+        self._position.load(StreamState.from_dict(state))
 
     def _restore(self) -> Cursor:
         """The cursor; on first use set to where this shard starts."""
-        if self._cursor is None:
-            saved = saved_start(self.name, self._config)
-            if saved is None:
-                self._cursor = Cursor(Position(self._config.epoch))
-            else:
-                self._load(saved)
-                logger.info(
-                    "stream %r rank %d continues at epoch %d, samples_consumed_per_split %d",
-                    self.name,
-                    self.world_rank,
-                    saved.epoch,
-                    saved.samples_consumed_per_split,
-                )
-            self._link.tell(self.state())
-        assert self._cursor is not None
-        return self._cursor
+        train.check_worker_group(self._attempt, self.world_rank)
+        return self._position.cursor()
 
     # ---- description
 
@@ -346,10 +301,12 @@ class StreamShard(DataIterator):
         if self._pass is not None:
             self._end_pass(self._pass)
         self._pool.clear()
+        self._link.release_readers()
 
     def schema(self) -> Schema:
         """Columns and types of the batches."""
-        empty = projected_schema(self._plan.table, list(self._plan.columns)).empty_table()
+        plan = self._position.plan
+        empty = projected_schema(plan.table, list(plan.columns)).empty_table()
         return Schema(with_tensor_columns(empty).schema)
 
     def stats(self) -> str:

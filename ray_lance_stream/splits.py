@@ -143,6 +143,40 @@ class SplitGrid:
         return -(-self.num_cycles // self.cycles_per_step(global_batch_size))
 
 
+@dataclass(frozen=True)
+class RankShare:
+    """What one data rank has of the splits.
+
+    Attributes:
+        grid: the splits.
+        block: those of this rank.
+        world_size: data ranks.
+    """
+
+    grid: SplitGrid
+    block: SplitBlock
+    world_size: int
+
+    @classmethod
+    def of(cls, grid: SplitGrid, world_size: int, rank: int, replicas: int) -> RankShare:
+        """The share of a rank of the world; `replicas` consecutive ranks have the same.
+
+        Raises:
+            ConfigError: more data ranks than splits, or ranks that are no multiple of replicas.
+        """
+        data, data_world = data_rank(world_size, rank, replicas)
+        return cls(grid, split_block(grid.num_splits, data_world, data), data_world)
+
+    @property
+    def loss_weight(self) -> float:
+        """k_r * W / S, 1 where W divides S."""
+        return self.block.size * self.world_size / self.grid.num_splits
+
+    def local_batch_size(self, global_batch_size: int) -> int:
+        """m * k, rows of this rank in a global step. Raises ConfigError if m is no whole number."""
+        return self.grid.cycles_per_step(global_batch_size) * self.block.size
+
+
 def nearest_multiples(value: int, factor: int) -> tuple[int, ...]:
     """The positive multiples of `factor` next to `value`, below and above."""
     below = value // factor * factor

@@ -1,12 +1,12 @@
-"""lance_stream() and LanceStream: what a trainer is given in `datasets={...}`."""
+"""LanceStream: what a trainer is given in `datasets={...}`. factory.lance_stream() makes it."""
 
 from __future__ import annotations
 
 import logging
-import os
+import threading
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -14,19 +14,16 @@ from ray.data import DataContext
 
 from ray_lance_stream import explain, train
 from ray_lance_stream._ray_data import local_mode_name
-from ray_lance_stream.config import DEFAULT_PREFETCH_BYTES, ReadPlan, StreamConfig
+from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.coordinator import Attempt, RankProgress, start_coordinator
-from ray_lance_stream.errors import ConfigError, StateMismatchError
-from ray_lance_stream.order import Order
-from ray_lance_stream.planner import plan_table
+from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.shard import StreamShard
-from ray_lance_stream.source import resolve_columns, table_ref, validate_filter
 from ray_lance_stream.splits import data_rank, split_block
-from ray_lance_stream.state import StreamState, check_fits
-from ray_lance_stream.table import StorageOptions
+from ray_lance_stream.state import StreamState
 
 logger = logging.getLogger(__name__)
 
+_starting = threading.Lock()  # two trainers may pickle one stream at once; it must have one coordinator
 SHARD_METHODS = (
     "iter_batches",
     "iter_torch_batches",
@@ -122,7 +119,7 @@ class LanceStream:
         split_block(grid.num_splits, world, 0)
         if self._config.global_batch_size is not None:
             grid.cycles_per_step(self._config.global_batch_size)
-        attempt = Attempt(uuid.uuid4().hex, "", n)
+        attempt = Attempt(uuid.uuid4().hex, "", n, split_for_train=True)
         return [self._shard(attempt, rank) for rank in range(n)]
 
     def iterator(self) -> StreamShard:
@@ -241,9 +238,10 @@ class LanceStream:
     # ---- inside
 
     def _coordinator_handle(self) -> ray.actor.ActorHandle:
-        if self._coordinator is None:
-            self._coordinator = start_coordinator(self.name or self._plan.table.identity)
-        return self._coordinator
+        with _starting:
+            if self._coordinator is None:
+                self._coordinator = start_coordinator(self.name or self._plan.table.identity)
+            return self._coordinator
 
     def _shard(self, attempt: Attempt, rank: int) -> StreamShard:
         name = self.name or local_mode_name(self) or ""
@@ -264,140 +262,3 @@ class LanceStream:
         if run is not None and run not in runs:
             raise ConfigError(f"no run {run!r} has used this stream; runs so far: {runs}")
         return ranks
-
-
-def lance_stream(
-    table: Any,
-    *,
-    num_splits: int | None = None,
-    shuffle: bool = True,
-    shuffle_seed: int = 0,
-    shuffle_clump_size: int | None = None,
-    epoch: int = 0,
-    columns: Sequence[str] | None = None,
-    filter: str | None = None,
-    order: str = "feistel-1",
-    global_batch_size: int | None = None,
-    drop_remainder: bool = True,
-    evaluation: bool = False,
-    read_batch_size: int | None = None,
-    prefetch_chunks: int = 4,
-    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
-    readers_per_worker: int = 1,
-    replicas: int = 1,
-    resume: Literal["auto", "manual"] = "auto",
-    resume_from: ray.train.Checkpoint | str | os.PathLike[str] | dict[str, Any] | None = None,
-    storage_options: StorageOptions = None,
-) -> LanceStream:
-    """Stream a Lance or LanceDB table into Ray Train with the same global steps on any number of workers.
-
-    The table version is pinned here. Everything that can be checked is checked here, before any worker starts.
-
-    Args:
-        table: a lancedb table, a `lance.LanceDataset`, or the path or URI of a Lance dataset.
-        num_splits: S, number of equal splits of the row order, fixed for a run; the worker counts that divide it are
-            served best. None: the number of workers, and the run is not elastic.
-        shuffle: permute the rows, anew in each epoch; else table order.
-        shuffle_seed: seed of the permutation.
-        shuffle_clump_size: permute clumps of this many consecutive rows and keep the rows of a clump together: fewer,
-            longer reads for less randomness.
-        epoch: first epoch.
-        columns: columns to read; None: all.
-        filter: SQL prefilter; rows that do not match are never read.
-        order: id of the row order; see docs/order.md.
-        global_batch_size: G, rows of a global step over all ranks, a multiple of num_splits. Makes each rank's share the
-            default batch size.
-        drop_remainder: leave out the N % S last rows of the order, others in each epoch when shuffled. False delivers
-            them too, one more row for the first splits, so ranks may differ by that: for evaluation.
-        evaluation: every pass is whole and is never resumed.
-        read_batch_size: rows per split of one chunk; None: sized by bytes.
-        prefetch_chunks: chunks in flight per worker.
-        prefetch_bytes: bytes in flight per worker.
-        readers_per_worker: reader actors of one worker.
-        replicas: this many consecutive ranks share their rows (tensor or pipeline parallel).
-        resume: "auto" restores from the checkpoint that a worker group starts from; "manual" leaves it to
-            `shard.load_state_dict`.
-        resume_from: a `ray.train.Checkpoint`, its path, or a state dict to continue from in a new run.
-        storage_options: object store options; never shown and never saved.
-
-    Raises:
-        ConfigError: an argument cannot be served.
-        TableError: the table, or the version to resume from, is not there.
-        StateError: resume_from holds no state, or one that does not fit.
-    """
-    if filter is not None and not isinstance(filter, str):
-        raise ConfigError(f"filter must be SQL text, got {filter!r}; pass None for all rows")
-    if num_splits is not None and (isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 1):
-        raise ConfigError(f"num_splits must be an int >= 1 or None, got {num_splits!r}")
-    config = StreamConfig(
-        global_batch_size=global_batch_size,
-        epoch=epoch,
-        evaluation=evaluation,
-        read_batch_size=read_batch_size,
-        prefetch_chunks=prefetch_chunks,
-        prefetch_bytes=prefetch_bytes,
-        readers_per_worker=readers_per_worker,
-        replicas=replicas,
-        resume=resume,
-        resume_states={} if resume_from is None else train.resume_states(resume_from),
-    )
-    ref = table_ref(table, storage_options)
-    plan = ReadPlan(
-        table=ref,
-        columns=tuple(resolve_columns(ref, columns)),
-        filter=filter,
-        order=Order(1, shuffle=shuffle, seed=shuffle_seed, clump_size=shuffle_clump_size, order_id=order),
-        num_splits=num_splits,
-        drop_remainder=drop_remainder,
-    )
-    if filter is not None:
-        validate_filter(ref, filter)
-    stream = LanceStream(_planned(plan, config), config)
-    if global_batch_size is not None and num_splits is not None:
-        stream._plan.grid.cycles_per_step(global_batch_size)
-    left_out = stream._plan.grid.num_left_out
-    if left_out:
-        logger.warning(
-            "%d of %d rows are left out of each epoch (num_splits=%d does not divide them)%s; drop_remainder=False "
-            "delivers them, for evaluation",
-            left_out,
-            stream._plan.order.num_rows,
-            stream._plan.grid.num_splits,
-            ", others in each epoch" if shuffle else "",
-        )
-    return stream
-
-
-def _planned(plan: ReadPlan, config: StreamConfig) -> ReadPlan:
-    """The plan at the version to resume from, or at the pinned one.
-
-    Raises:
-        StateMismatchError: no state of `resume_from` fits.
-    """
-    saved = _fitting(plan, config)
-    if saved is None:
-        return plan_table(plan)
-    at_saved = plan_table(plan.at(saved.identity.table_version))
-    if plan.num_splits is not None:
-        check_fits(saved, at_saved.identity(config.replicas))
-    return at_saved
-
-
-def _fitting(plan: ReadPlan, config: StreamConfig) -> StreamState | None:
-    """The state of `resume_from` that this stream continues from; the name of the stream is not known yet."""
-    states = list(config.resume_states.values())
-    if not states:
-        return None
-    current = plan.identity(config.replicas)
-    differences = []
-    for saved in states:
-        # Row count and, where the world size gives it, the number of splits are known later.
-        loose = saved.identity if plan.num_splits is None else None
-        now = current.at(saved.identity) if loose is None else current.at(saved.identity, num_splits=loose.num_splits)
-        found = saved.identity.differences(now)
-        if not found:
-            return saved
-        differences.append(found)
-    raise StateMismatchError(
-        min(differences, key=len), "resume_from continues the same row order: make the stream with the saved values"
-    )

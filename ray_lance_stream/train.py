@@ -8,14 +8,16 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import ray.train
 from pyarrow import fs as pafs
 
 from ray_lance_stream._ray_data import attempt_key, in_train_worker
-from ray_lance_stream.errors import StateError
+from ray_lance_stream.errors import ConfigError, StateError
 from ray_lance_stream.state import StreamState, dump_states, parse_states
 
 if TYPE_CHECKING:
+    from ray_lance_stream.coordinator import Attempt
     from ray_lance_stream.shard import StreamShard
 
 logger = logging.getLogger(__name__)
@@ -26,10 +28,11 @@ _shards: weakref.WeakSet[StreamShard] = weakref.WeakSet()
 _started_from: dict[int, ray.train.Checkpoint | None] = {}
 
 
-def register(shard: StreamShard) -> None:
-    """Let `report` save the state of a shard that arrived in this process."""
+def register(shard: StreamShard) -> bool:
+    """Let `report` save the state of a shard that arrived in this process; returns whether a training function runs."""
     _shards.add(shard)
     attempt_checkpoint()
+    return attempt_key() is not None
 
 
 def attempt_checkpoint() -> ray.train.Checkpoint | None:
@@ -44,6 +47,26 @@ def attempt_checkpoint() -> ray.train.Checkpoint | None:
     if key not in _started_from:
         _started_from[key] = ray.train.get_checkpoint()
     return _started_from[key]
+
+
+def check_worker_group(attempt: Attempt, rank: int) -> None:
+    """Refuse a shard that was split for other workers than those of this group.
+
+    Ray Train's TorchFT replacements split the stream anew over the replaced workers alone.
+
+    Raises:
+        ConfigError: names both worlds.
+    """
+    if not attempt.split_for_train or attempt_key() is None:
+        return
+    context = ray.train.get_context()
+    here = (context.get_world_rank(), context.get_world_size())
+    if here != (rank, attempt.world_size):
+        raise ConfigError(
+            f"a stream is split over all workers of a group, but rank {here[0]} of {here[1]} got the share of rank {rank} of "
+            f"{attempt.world_size}: replacing some workers of a running group (TorchFT) is not supported; let the group "
+            "restart from its checkpoint, and name ranks that share rows with lance_stream(..., replicas=r)"
+        )
 
 
 def run_name() -> str:
@@ -126,7 +149,7 @@ def resume_states(source: Any) -> dict[str, StreamState]:
     if isinstance(source, Mapping):
         return {"": StreamState.from_dict(source)}
     if not isinstance(source, ray.train.Checkpoint) and isinstance(source, (str, os.PathLike)):
-        source = ray.train.Checkpoint(os.fspath(source))
+        source = _checkpoint_at(os.fspath(source))
     if not isinstance(source, ray.train.Checkpoint):
         raise StateError(
             f"resume_from must be a ray.train.Checkpoint, its path or a state dict, got {type(source).__name__}"
@@ -138,6 +161,18 @@ def resume_states(source: Any) -> dict[str, StreamState]:
             "ray_lance_stream.report(metrics, checkpoint=...) or shard.save_state(directory)"
         )
     return states
+
+
+def _checkpoint_at(path: Any) -> ray.train.Checkpoint:
+    """The checkpoint at a path, which may be relative, or at a URI."""
+    if not path or not isinstance(path, str):
+        raise StateError(f"resume_from must be the path of a checkpoint, got {path!r}; pass None to start anew")
+    if "://" not in path:
+        return ray.train.Checkpoint.from_directory(os.path.abspath(os.path.expanduser(path)))
+    try:
+        return ray.train.Checkpoint(path)
+    except pa.ArrowInvalid as error:
+        raise StateError(f"resume_from: no checkpoint can be opened at {path}: {error}") from None
 
 
 def _state_path(checkpoint: ray.train.Checkpoint) -> str:

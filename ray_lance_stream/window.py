@@ -13,16 +13,17 @@ import ray
 
 from ray_lance_stream.config import MAX_CHUNK_ROWS, StreamConfig
 from ray_lance_stream.cursor import ChunkSpan, EpochWalk
-from ray_lance_stream.errors import IterationError, ReadError
+from ray_lance_stream.errors import ReadError
+from ray_lance_stream.pool import ReaderPool
 from ray_lance_stream.reader import ChunkInfo, ReadRequest
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 POLL_S = 0.5
-ENDED = "this iterator has ended: its shard has begun another pass, or was closed"
+READER_DIED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 LOST = (
-    ray.exceptions.RayActorError,
+    *READER_DIED,
     ray.exceptions.ObjectLostError,
     ray.exceptions.WorkerCrashedError,
     ray.exceptions.NodeDiedError,
@@ -30,7 +31,9 @@ LOST = (
 
 
 class ChunkSizer:
-    """Cycles of the next chunk: small at first, so that the first batch comes soon, then by bytes.
+    """Cycles of the next chunk: one batch at first, so that it comes soon, then more, up to a size in bytes.
+
+    Chunks grow only once one has come: before that the bytes of a row are a guess.
 
     Args:
         config: wished sizes.
@@ -43,54 +46,35 @@ class ChunkSizer:
         self._config = config
         self._block_size = block_size
         self._next_cycles = max(1, -(-first_rows // block_size))
-        self.cycle_bytes = max(1, row_bytes * block_size)  # the largest seen so far
-        self.measured = False
+        self._cycle_bytes = max(1, row_bytes * block_size)  # the largest seen so far
+        self._measured = False
 
     def next_cycles(self) -> int:
         """Cycles to ask for next."""
         if self._config.read_batch_size:
             return self._config.read_batch_size
-        most = min(self._config.chunk_bytes // self.cycle_bytes, MAX_CHUNK_ROWS // self._block_size)
-        cycles = max(1, min(self._next_cycles, most))
-        self._next_cycles = cycles * 4
-        return cycles
+        most = min(self._config.chunk_bytes // self._cycle_bytes, MAX_CHUNK_ROWS // self._block_size)
+        return max(1, min(self._next_cycles, most))
+
+    def sent(self, cycles: int) -> None:
+        """A chunk of that many cycles was asked for."""
+        if self._measured:
+            self._next_cycles = cycles * 4
+
+    def bytes_of(self, num_rows: int) -> int:
+        """Estimated bytes of rows that have not come yet: an upper bound if no row is larger than those seen so far."""
+        return -(-num_rows * self._cycle_bytes // self._block_size)
+
+    def next_bytes(self) -> int:
+        """Estimated bytes of the next chunk."""
+        return self.next_cycles() * self._cycle_bytes
 
     def seen(self, info: ChunkInfo) -> None:
         """Learn from a chunk that came."""
         if info.num_rows:
             seen = -(-info.size_bytes * self._block_size // info.num_rows)
-            self.cycle_bytes = max(self.cycle_bytes if self.measured else 1, seen)
-            self.measured = True
-
-
-class ReaderPool:
-    """The readers of one shard, made by the coordinator on first use and replaced when they die."""
-
-    def __init__(self, size: int, new_reader: Callable[[], ray.actor.ActorHandle]) -> None:
-        self._new_reader = new_reader
-        self._readers: list[ray.actor.ActorHandle | None] = [None] * size
-        self._next = 0
-
-    def warm(self) -> None:
-        """Start the readers that are missing."""
-        self._readers = [reader or self._new_reader() for reader in self._readers]
-
-    def send(self, request: ReadRequest) -> tuple[ray.actor.ActorHandle, ray.ObjectRef, ray.ObjectRef]:
-        """Start a read; returns (reader, block reference, info reference)."""
-        slot = self._next
-        self._next = (slot + 1) % len(self._readers)
-        reader = self._readers[slot] or self._new_reader()
-        self._readers[slot] = reader
-        refs: list[ray.ObjectRef] = reader.read.remote(request)
-        return reader, refs[0], refs[1]
-
-    def drop(self, lost: ray.actor.ActorHandle) -> None:
-        """Forget a reader that died; the next read of its slot gets a new one."""
-        self._readers = [None if reader is lost else reader for reader in self._readers]
-
-    def clear(self) -> None:
-        """Let all readers go: without a holder they end."""
-        self._readers = [None] * len(self._readers)
+            self._cycle_bytes = max(self._cycle_bytes if self._measured else 1, seen)
+            self._measured = True
 
 
 @dataclass
@@ -99,7 +83,6 @@ class _Read:
     reader: ray.actor.ActorHandle
     block_ref: ray.ObjectRef
     info_ref: ray.ObjectRef
-    est_bytes: int
     attempts: int = 1
 
 
@@ -107,7 +90,12 @@ class ReadWindow:
     """Chunks of a pass in order of delivery, with reads in flight.
 
     Holds at most `prefetch_bytes` and one chunk, counted from the sending of a read until the loop has received the
-    last row of its chunk. One read is always allowed, or nothing would move.
+    last row of its chunk. A chunk that Ray's batching asks for is read in any case, or nothing would move: where the
+    batches that it holds are larger than `prefetch_bytes`, reads go one at a time and a warning says so.
+
+    Chunks are asked for by one thread at a time; `received`, `held_bytes` and `close` may be called by any other. A
+    closed window ends without an error, since an error raised in Ray's threads would keep their blocks alive until the
+    garbage collector comes by; who iterates tells a pass that was closed from a complete one.
 
     Args:
         walk: the pass.
@@ -130,13 +118,15 @@ class ReadWindow:
         self._pool = pool
         self._sizer = sizer
         self._config = config
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may end an iterator, and with it close this window, wherever it likes.
+        self._lock = threading.RLock()
         self._closed = threading.Event()
         self._last_span: ChunkSpan | None = None
         self._reads: deque[_Read] = deque()
         self._handed: deque[tuple[int, int]] = deque()  # (end_row, bytes) of chunks not yet received whole
         self._received_rows = 0
         self._given: dict[ray.ObjectRef, _Read] = {}
+        self._overshoot_told = False
         self.read_s = 0.0
         self.retries = 0
 
@@ -144,38 +134,29 @@ class ReadWindow:
         return self
 
     def __next__(self) -> tuple[ray.ObjectRef, ChunkInfo]:
-        self.fill()
-        if not self._reads:
-            raise StopIteration
-        read = self._reads[0]
+        self._fill(needed=True)
+        with self._lock:
+            if not self._reads:
+                raise StopIteration
+            read = self._reads[0]
         info = self._wait(read)
         with self._lock:
+            if info is None or self._closed.is_set():
+                raise StopIteration
             self._reads.popleft()
             self._sizer.seen(info)
             self._handed.append((read.request.span.end_row, info.size_bytes))
             self._given[read.block_ref] = read
-        self.read_s += info.read_s
-        self.fill()
+            self.read_s += info.read_s
+        self._fill(needed=False)
+        self._tell_overshoot()
         return read.block_ref, info
-
-    def fill(self) -> None:
-        """Send reads until a bound is reached."""
-        with self._lock:
-            while not self._closed.is_set() and len(self._reads) < self._config.prefetch_chunks:
-                cycles = self._sizer.next_cycles()
-                bytes_ahead = cycles * self._sizer.cycle_bytes
-                if self._reads and self.held_bytes() + bytes_ahead > self._config.prefetch_bytes:
-                    return
-                span = self._walk.next_span(self._last_span, cycles)
-                if span is None:
-                    return
-                self._last_span = span
-                request = self._make_request(span)
-                self._reads.append(_Read(request, *self._pool.send(request), bytes_ahead))
 
     def held_bytes(self) -> int:
         """Bytes in flight, and of chunks that the loop has not received whole; estimated where not yet known."""
-        return sum(read.est_bytes for read in self._reads) + sum(size for _, size in self._handed)
+        with self._lock:
+            waiting = sum(self._sizer.bytes_of(read.request.span.num_rows) for read in self._reads)
+            return waiting + sum(size for _, size in self._handed)
 
     def received(self, rows: int) -> None:
         """The loop has received `rows` more rows."""
@@ -184,18 +165,21 @@ class ReadWindow:
             while self._handed and self._handed[0][0] <= self._received_rows:
                 self._handed.popleft()
 
-    def fetch(self, ref: ray.ObjectRef) -> pa.Table:
-        """The block behind a reference that this window gave out; read again if the object is lost."""
+    def fetch(self, ref: ray.ObjectRef) -> tuple[pa.Table, ReadRequest] | None:
+        """The block behind a reference that this window gave out, and its request; read again if the object is lost.
+
+        None once the window is closed.
+        """
         with self._lock:
             read = self._given.pop(ref, None)
-        if read is None:
-            raise IterationError(ENDED)
-        while True:
+        while read is not None:
             try:
-                return ray.get(read.block_ref)
+                return ray.get(read.block_ref), read.request
             except LOST as error:
                 self._again(read, error)
-                self._wait(read)
+            if self._wait(read) is None:
+                break
+        return None
 
     def close(self) -> None:
         """Send no more reads, let results go and end whoever waits."""
@@ -205,9 +189,47 @@ class ReadWindow:
             self._handed.clear()
             self._given.clear()
 
-    def _wait(self, read: _Read) -> ChunkInfo:
-        while True:
-            self._check_open()
+    def _fill(self, needed: bool) -> None:
+        """Send reads until a bound is reached; with `needed` one in any case."""
+        while (span := self._next_span(needed)) is not None:
+            request = self._make_request(span)
+            sent = self._pool.send(request)  # may take as long as a reader takes to start
+            with self._lock:
+                if not self._closed.is_set():
+                    self._reads.append(_Read(request, *sent))
+
+    def _next_span(self, needed: bool) -> ChunkSpan | None:
+        with self._lock:
+            if self._closed.is_set() or len(self._reads) >= self._config.prefetch_chunks:
+                return None
+            cycles = self._sizer.next_cycles()
+            span = self._walk.next_span(self._last_span, cycles)
+            if span is None:
+                return None
+            is_needed = needed and not self._reads
+            if not is_needed and self.held_bytes() + self._sizer.bytes_of(span.num_rows) > self._config.prefetch_bytes:
+                return None
+            self._last_span = span
+            self._sizer.sent(cycles)
+            return span
+
+    def _tell_overshoot(self) -> None:
+        held_bytes, chunk_bytes = self.held_bytes(), self._sizer.next_bytes()
+        if held_bytes <= self._config.prefetch_bytes + chunk_bytes or self._overshoot_told:
+            return
+        self._overshoot_told = True
+        logger.warning(
+            "%d bytes are held in flight, more than prefetch_bytes=%d and a chunk of %d: the batches that prefetch_batches "
+            "asks for are larger than that, or rows are larger than those before them; raise prefetch_bytes, or lower "
+            "prefetch_batches or the batch size",
+            held_bytes,
+            self._config.prefetch_bytes,
+            chunk_bytes,
+        )
+
+    def _wait(self, read: _Read) -> ChunkInfo | None:
+        """What is known of a chunk once it has been read; None if the window was closed before."""
+        while not self._closed.is_set():
             done, _ = ray.wait([read.info_ref], timeout=POLL_S)
             if not done:
                 continue
@@ -217,10 +239,12 @@ class ReadWindow:
                 self._again(read, error)
             except ray.exceptions.RayTaskError as error:
                 raise error.as_instanceof_cause() from None
+        return None
 
     def _again(self, read: _Read, error: Exception) -> None:
         """Send a lost read again, to a fresh reader if its own has died."""
-        self._check_open()
+        if self._closed.is_set():
+            return
         if read.attempts >= MAX_ATTEMPTS:
             raise ReadError(
                 f"cannot read {read.request}: lost {read.attempts} times, at last to {type(error).__name__}: {error}"
@@ -232,13 +256,10 @@ class ReadWindow:
             read.request,
             type(error).__name__,
         )
-        if isinstance(error, ray.exceptions.RayActorError):
+        if isinstance(error, READER_DIED):
             self._pool.drop(read.reader)
+        sent = self._pool.send(read.request)
         with self._lock:
             read.attempts += 1
             self.retries += 1
-            read.reader, read.block_ref, read.info_ref = self._pool.send(read.request)
-
-    def _check_open(self) -> None:
-        if self._closed.is_set():
-            raise IterationError(ENDED)
+            read.reader, read.block_ref, read.info_ref = sent

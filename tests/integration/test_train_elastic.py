@@ -146,7 +146,9 @@ def test_epochs_differ_and_each_has_every_row_once(logs, table):
     ids = sorted(scan_ids(table).tolist())
     assert sorted(i for (e, _), step in first.items() if e == 0 for i in step) == ids
     assert [first[0, t] for t in range(20)] != [first[1, t] for t in range(20)]
-    left_out = [set(ids) - {i for (e, _), step in second.items() if e == epoch for i in step} for epoch in range(EPOCHS)]
+    left_out = [
+        set(ids) - {i for (e, _), step in second.items() if e == epoch for i in step} for epoch in range(EPOCHS)
+    ]
     assert all(len(rows) == 525 % NUM_SPLITS for rows in left_out)
 
 

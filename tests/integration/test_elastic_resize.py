@@ -1,0 +1,136 @@
+"""In-run elasticity on several Ray nodes: the group grows when a node comes and shrinks when one is killed (B11, B13)."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray.train
+from ray.cluster_utils import Cluster
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.collective import broadcast_from_rank_zero
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from ray_lance_stream import lance_stream
+from tests.support import (
+    Oracle,
+    after,
+    effective_history,
+    make_table,
+    no_readers_left,
+    read_logs,
+    save,
+    scan_ids,
+    write,
+)
+
+pytestmark = pytest.mark.timeout(400)
+
+NUM_SPLITS = 12
+GLOBAL_BATCH = 24
+M = GLOBAL_BATCH // NUM_SPLITS
+SAVE_EVERY = 3
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """A head without CPUs and one node of two CPUs, on one machine."""
+    # Ray Train still counts the CPUs of a killed node for a while, and waits this long for workers there.
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 200 << 20})
+    ray.init(address=cluster.address)
+    cluster.add_node(num_cpus=2, object_store_memory=200 << 20)
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def elastic_loop(config: dict[str, Any]) -> None:
+    """Logs and saves until rank 0 finds the file `finish`; `local_batch_size` serves whatever world it is given."""
+    shard = ray.train.get_dataset_shard("train")
+    context = ray.train.get_context()
+    rank, world, directory = context.get_world_rank(), context.get_world_size(), Path(config["dir"])
+    node = ray.get_runtime_context().get_node_id()
+    with (directory / f"elastic-{time.time_ns()}-{rank}.jsonl").open("w") as log:
+        state = shard.state_dict()
+        start = [state["epoch"], state["samples_consumed_per_split"]]
+        write(log, {"tag": "elastic", "rank": rank, "world": world, "start": start, "node": node})
+        steps = 0
+        while True:
+            epoch = shard.epoch
+            for batch in shard.iter_batches(batch_size=shard.local_batch_size(GLOBAL_BATCH)):
+                write(log, {"epoch": epoch, "after": after(shard.state_dict(), epoch), "ids": batch["id"].tolist()})
+                time.sleep(0.4)
+                steps += 1
+                if steps % SAVE_EVERY == 0:
+                    save(shard, rank, config)
+                    if broadcast_from_rank_zero((directory / "finish").exists()):
+                        return
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, f"waited in vain for {what}"
+        time.sleep(0.5)
+
+
+def newest(directory: Path, world: int, steps: int) -> bool:
+    """Whether the newest attempt has this world size, all its ranks, and so many steps on each."""
+    attempts = read_logs(directory)
+    if not attempts or attempts[-1].world != world or len(attempts[-1].ranks) != world:
+        return False
+    return all(sum("ids" in line for line in lines) >= steps for lines in attempts[-1].ranks.values())
+
+
+def test_the_group_grows_and_shrinks_and_every_step_keeps_its_rows(nodes, tmp_path):
+    table = make_table(tmp_path / "t", 600)
+    stream = lance_stream(table, num_splits=NUM_SPLITS)
+    trainer = DataParallelTrainer(
+        elastic_loop,
+        train_loop_config={"dir": str(tmp_path)},
+        datasets={"train": stream},
+        scaling_config=ScalingConfig(num_workers=(2, 4), elastic_resize_monitor_interval_s=3),
+        run_config=RunConfig(
+            name="elastic", storage_path=str(tmp_path / "runs"), failure_config=FailureConfig(max_failures=-1)
+        ),
+    )
+    failed: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=fit)
+    thread.start()
+    wait_for(lambda: bool(failed) or newest(tmp_path, 2, SAVE_EVERY + 1), "two workers")
+    added = nodes.add_node(num_cpus=2, object_store_memory=200 << 20)
+    wait_for(lambda: bool(failed) or newest(tmp_path, 4, SAVE_EVERY + 1), "four workers")
+    nodes.remove_node(added, allow_graceful=False)
+    wait_for(lambda: bool(failed) or newest(tmp_path, 2, SAVE_EVERY + 1), "two workers again")
+    (tmp_path / "finish").touch()
+    thread.join(timeout=120)
+    assert not failed, failed
+    assert not thread.is_alive()
+
+    attempts = read_logs(tmp_path)
+    worlds = [attempt.world for attempt in attempts]
+    assert worlds[0] == 2
+    assert 4 in worlds
+    assert worlds[-1] == 2
+    history = effective_history(attempts, M)
+    oracle = Oracle(scan_ids(table), NUM_SPLITS, M).steps(range(1 + max(epoch for epoch, _ in history)))
+    order = sorted(oracle)
+    assert history == {key: oracle[key] for key in order[: len(history)]}
+    assert stream.progress("elastic").keys() == {0, 1}
+    assert len(json.dumps(stream.state_dict())) < 2048
+    no_readers_left(60)

@@ -1,0 +1,264 @@
+"""Readers, coordinators, blocks and threads that are lost on the way: the rows stay exact, or the cause is told (B22).
+
+Guarantees 2 and 8, and the end trap: threads of Ray's batching that die without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pytest
+import ray
+from ray.data._internal.block_batching import util as ray_batching
+from ray.data.collate_fn import NumpyBatchCollateFn
+
+from ray_lance_stream import IterationError, ReadError, VersionNotFoundError, lance_stream, window
+from ray_lance_stream.epoch_pass import EpochPass
+from ray_lance_stream.pool import ReaderPool
+from tests.integration.conftest import Shards, flat, ids_of
+from tests.support import Oracle, make_table, scan_ids
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.faults]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> str:
+    return make_table(tmp_path_factory.mktemp("faults") / "t", 480)
+
+
+@pytest.fixture(scope="module")
+def expected(table) -> list[int]:
+    """Epoch 0 of 48 splits."""
+    return np.concatenate(Oracle(scan_ids(table), 48, 1).epoch(0)).tolist()
+
+
+def kill_readers() -> None:
+    """SIGKILL every reader of the cluster."""
+    for actor in ray._private.state.actors().values():
+        if actor["ActorClassName"] == "SplitReader" and actor["State"] == "ALIVE":
+            os.kill(actor["Pid"], signal.SIGKILL)
+
+
+# ---- what is lost is read again
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_killed_readers_lose_nothing(shards: Shards, table, expected, readers):
+    """B15: all of them, twice within the epoch."""
+    shard = shards(table, read_batch_size=1, readers_per_worker=readers)
+    rows: list[int] = []
+    for number, batch in enumerate(shard.iter_batches(batch_size=48), start=1):
+        rows += ids_of(batch)
+        if number in (2, 5):
+            kill_readers()
+    assert rows == expected
+
+
+def test_a_killed_coordinator_loses_nothing(table, expected):
+    """Its readers die with it; the one that restarts hands out new ones (B31)."""
+    stream = lance_stream(table, num_splits=48, read_batch_size=1, prefetch_chunks=2)
+    shard = stream.shard()
+    rows: list[int] = []
+    for number, batch in enumerate(shard.iter_batches(batch_size=48, prefetch_batches=0), start=1):
+        rows += ids_of(batch)
+        if number == 3:
+            ray.kill(stream._coordinator, no_restart=False)
+    assert rows == expected
+    stream.close()
+
+
+def test_lost_blocks_are_read_again(shards: Shards, table, expected, monkeypatch):
+    """Blocks whose node has gone between the end of the read and the fetch."""
+    lost: set[ray.ObjectRef] = set()
+    get = ray.get
+
+    def get_or_lose(refs: Any, **options: Any) -> Any:
+        if isinstance(refs, ray.ObjectRef) and refs in lost:
+            lost.remove(refs)
+            raise ray.exceptions.ObjectLostError(refs.hex(), None, "")
+        return get(refs, **options)
+
+    monkeypatch.setattr(ray, "get", get_or_lose)
+    shard = shards(table, read_batch_size=1)
+    rows: list[int] = []
+    for number, batch in enumerate(shard.iter_batches(batch_size=48, prefetch_batches=0), start=1):
+        rows += ids_of(batch)
+        if number == 3:
+            reading = shard._pass._window
+            lost |= {read.block_ref for read in reading._reads}
+            count, retries = len(lost), reading.retries
+    assert rows == expected
+    assert reading.retries - retries == count > 0
+
+
+@ray.remote(num_cpus=0)
+class Dying:
+    """A reader that no read survives."""
+
+    @ray.method(num_returns=2)
+    def read(self, request: Any) -> Any:
+        os._exit(1)
+
+
+def test_a_read_that_kills_every_reader_is_told(shards: Shards, table, monkeypatch):
+    monkeypatch.setattr(window, "MAX_ATTEMPTS", 2)
+    shard = shards(table)
+    shard._pool = ReaderPool(1, lambda slot, fresh: (Dying.remote(), None))
+    with pytest.raises(ReadError, match=r"epoch 0, splits \[0, 48\).*lost 2 times, at last to ActorDiedError") as told:
+        flat(shard.iter_batches(batch_size=48))
+    assert table in str(told.value)
+    assert shard.state_dict()["samples_consumed_per_split"] == 0
+
+
+class Idle:
+    """A reader that does nothing."""
+
+    class read:
+        remote = staticmethod(lambda request: [object(), object()])
+
+
+def test_a_read_sent_again_meets_no_other_dead_reader():
+    """All readers die with the coordinator: attempts must not be spent on going through them one by one."""
+    made: list[Any] = []
+
+    def claim(slot: int, fresh: bool) -> tuple[Any, None]:
+        made.append(Idle())
+        return made[-1], None
+
+    pool = ReaderPool(6, claim)
+    assert [pool.send(None)[0] for _ in range(8)] == made + made[:2]
+    pool.drop(made[3])
+    assert pool.send(None)[0] is made[6]  # the new one, although it is another one's turn
+    pool.clear()
+    assert pool.send(None)[0] is made[7]
+
+
+def test_a_reader_that_comes_after_the_pool_was_cleared_is_not_kept():
+    """A closed shard holds no reader, also where one was being started for it."""
+
+    def claim(slot: int, fresh: bool) -> tuple[Any, None]:
+        pool.clear()
+        return Idle(), None
+
+    pool = ReaderPool(1, claim)
+    pool.send(None)
+    assert pool._slots == [None]
+
+
+# ---- what cannot be read is told
+
+
+def test_missing_files_are_told_with_table_and_cause(shards: Shards, tmp_path):
+    path = make_table(tmp_path / "t", 480)
+    shard = shards(path)
+    shutil.rmtree(f"{path}/data")
+    began_s = time.monotonic()
+    with pytest.raises((ReadError, VersionNotFoundError), match=r"(?i)not found") as told:
+        flat(shard.iter_batches(batch_size=48))
+    assert path in str(told.value)
+    assert time.monotonic() - began_s < 20
+
+
+def test_a_null_in_a_vector_is_told_with_column_and_row(shards: Shards, tmp_path):
+    """B42: a tensor has no null; which row it is can be looked up."""
+    vectors: list[Any] = [[float(i), 0.0] for i in range(96)]
+    vectors[61] = None
+    path = str(tmp_path / "t")
+    vec = pa.array(vectors, type=pa.list_(pa.float32(), 2))
+    lance.write_dataset(pa.table({"id": np.arange(96), "vec": vec}), path)
+    with pytest.raises(ReadError, match=r"column 'vec'.*holds a null.*row 61 of table .*IS NOT NULL"):
+        flat(shards(path).iter_batches(batch_size=48))
+    assert len(flat(shards(path, columns=["id"]).iter_batches(batch_size=48))) == 96
+    assert len(flat(shards(path, filter="vec is not null", num_splits=19).iter_batches(batch_size=19))) == 95
+
+
+# ---- threads that die
+
+dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+class Raises(NumpyBatchCollateFn):
+    """Raises at its n-th call."""
+
+    def __init__(self, error: BaseException, at: int) -> None:
+        self._error, self._at, self._calls, self._lock = error, at, 0, threading.Lock()
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        with self._lock:
+            self._calls += 1
+            number = self._calls
+        if number == self._at:
+            raise self._error
+        return batch
+
+
+class Panic(BaseException):
+    """As a Rust library raises it."""
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+@pytest.mark.parametrize("error", [SystemExit(3), Panic("index out of bounds"), StopIteration()], ids=repr)
+def test_what_ray_would_swallow_is_raised(shards: Shards, table, expected, prefetch, error):
+    """End trap: Ray ends the pass as if it were complete."""
+    shard = shards(table)
+    rows: list[int] = []
+    batches = shard.iter_torch_batches(batch_size=24, prefetch_batches=prefetch, collate_fn=Raises(error, 4))
+    with pytest.raises(IterationError, match=f"collate_fn raised {type(error).__name__}") as told:
+        rows.extend(i for batch in batches for i in ids_of(batch))
+    assert told.value.__cause__ is error
+    assert rows == expected[: len(rows)]
+    assert shard.state_dict()["samples_consumed_per_split"] == len(rows) // 48
+    assert len(rows) <= 5 * 24
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_errors_of_the_loops_own_code_pass_unchanged(shards: Shards, table, prefetch):
+    error = ValueError("bad row 17")
+    with pytest.raises(ValueError, match="bad row 17") as told:
+        flat(shards(table).iter_torch_batches(batch_size=24, prefetch_batches=prefetch, collate_fn=Raises(error, 3)))
+    assert told.value is error
+
+
+@dies
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_a_thread_that_ends_without_a_word_does_not_end_the_epoch(shards: Shards, table, monkeypatch, prefetch):
+    """End trap: the rows that came are counted against those that were planned."""
+    calls: list[int] = []
+    fetch = EpochPass._fetch
+
+    def fetch_or_die(self: EpochPass, ref: ray.ObjectRef) -> pa.Table:
+        calls.append(1)
+        if len(calls) == 4:
+            raise SystemExit
+        return fetch(self, ref)
+
+    monkeypatch.setattr(EpochPass, "_fetch", fetch_or_die)
+    shard = shards(table, read_batch_size=1)
+    with pytest.raises(IterationError, match=r"epoch 0 ended after \d+ of 480 rows"):
+        flat(shard.iter_batches(batch_size=48, prefetch_batches=prefetch))
+    assert shard.state_dict()["epoch"] == 0
+
+
+@dies
+def test_a_thread_that_dies_over_a_batch_does_not_let_the_others_wait(shards: Shards, table, monkeypatch):
+    formatted: list[int] = []
+    format_batch = ray_batching._format_batch
+
+    def format_or_die(batch: Any, **options: Any) -> Any:
+        formatted.append(batch.metadata.batch_idx)
+        if batch.metadata.batch_idx == 2:
+            raise SystemExit
+        return format_batch(batch, **options)
+
+    monkeypatch.setattr(ray_batching, "_format_batch", format_or_die)
+    with pytest.raises(IterationError, match="a thread of Ray's batching"):
+        flat(shards(table).iter_batches(batch_size=12, prefetch_batches=4))
+    assert len(formatted) < 20  # of 40
