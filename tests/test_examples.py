@@ -1,0 +1,99 @@
+"""The examples, run as a user would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples" / "ray_train"
+
+pytestmark = [pytest.mark.timeout(290), pytest.mark.slow]
+
+
+def run(name: str, *arguments: str, cwd: Path) -> str:
+    """The output of an example; raises if it fails."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_digits_breaks_goes_on_and_finds_every_step_identical(tmp_path):
+    output = run("digits.py", "--storage", str(tmp_path / "storage"), cwd=tmp_path)
+    verdicts = re.findall(r"^ +(\d) +([\w ]+?) +(\d+) +(\d+) +(\d+) +(\w+)$", output, re.MULTILINE)
+    assert [(epoch, workers) for epoch, workers, *_ in verdicts] == [("0", "4"), ("1", "4 then 2"), ("2", "2")]
+    assert all((differing, verdict) == ("0", "identical") for *_, differing, verdict in verdicts)
+    assert "planned failure" in output
+    accuracy = [float(text) for text in re.findall(r"validation accuracy ([\d.]+)", output)]
+    assert accuracy[-1] > 0.8
+
+
+def test_elastic_goes_on_with_half_the_workers(tmp_path):
+    storage = ("--storage", str(tmp_path / "storage"))
+    first = run("elastic.py", "--workers", "4", "--stop-at-step", "20", *storage, cwd=tmp_path)
+    second = run("elastic.py", "--workers", "2", *storage, cwd=tmp_path)
+    assert "DIFFERENT" not in first + second
+    assert "identical" in second
+    assert re.search(r"samples_consumed_per_split\D+[1-9]", second)
+
+
+LOCAL_MODE = """
+import sys
+import ray.train
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+import ray_lance_stream
+from ray_lance_stream import lance_stream
+from tests.support import Oracle, make_table, scan_ids
+
+table = make_table(sys.argv[1], 300)
+
+
+def loop():
+    train, val = ray.train.get_dataset_shard("train"), ray.train.get_dataset_shard("val")
+    ids = [batch["id"].tolist() for batch in train.iter_torch_batches(batch_size=train.local_batch_size(24))]
+    assert ids == [step.tolist() for step in Oracle(scan_ids(table), 12, 2).epoch(0)]
+    assert sorted(row["id"] for row in val.iter_rows()) == list(range(300))
+    assert train.state_dict()["epoch"] == train.epoch == 1
+    with open(sys.argv[2] + "/model.txt", "w") as file:
+        file.write("weights")
+    ray_lance_stream.report({"rows": 300}, checkpoint=ray.train.Checkpoint.from_directory(sys.argv[2]))
+
+
+streams = {
+    "train": lance_stream(table, num_splits=12),
+    "val": lance_stream(table, num_splits=7, evaluation=True, drop_remainder=False),
+}
+result = TorchTrainer(loop, datasets=streams, scaling_config=ScalingConfig(num_workers=0)).fit()
+resumed = lance_stream(table, num_splits=12, resume_from=result.checkpoint)
+assert resumed.epoch == 1
+assert streams["train"].progress()[0]["rows"] == 300
+print("local mode works")
+"""
+
+
+def test_local_mode_hands_out_the_stream_itself(tmp_path):
+    """`num_workers=0`: no worker process, the stream iterates; its state still goes into the checkpoint by name."""
+    (tmp_path / "checkpoint").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", LOCAL_MODE, str(tmp_path / "t"), str(tmp_path / "checkpoint")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert "local mode works" in done.stdout, done.stdout + done.stderr[-4000:]
+    assert '"train"' in (tmp_path / "checkpoint" / "ray_lance_stream.json").read_text()
+    assert '"val"' not in (tmp_path / "checkpoint" / "ray_lance_stream.json").read_text()
