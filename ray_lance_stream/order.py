@@ -151,19 +151,20 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.order_id not in ORDER_IDS:
-            raise ConfigError(f"order id must be one of {ORDER_IDS}, got {self.order_id!r}; use one of these")
+            known = ", ".join(map(repr, ORDER_IDS))
+            raise ConfigError(f"order must be one of {known}, got {self.order_id!r}; leave it out for the default")
         _check_num_rows(self.num_rows)
         if not isinstance(self.shuffle, bool):
             raise ConfigError(f"shuffle must be True or False, got {self.shuffle!r}; pass a bool")
         if not _is_int(self.seed):
-            raise ConfigError(f"seed must be an int, got {self.seed!r}; pass int(seed)")
+            raise ConfigError(f"shuffle_seed must be an int, got {self.seed!r}; pass int(seed)")
         if self.seed.bit_length() > MAX_SEED_BITS:
             raise ConfigError(
-                f"seed must have at most {MAX_SEED_BITS} bits, got {self.seed.bit_length()} bits; pass a smaller seed"
+                f"shuffle_seed must have at most {MAX_SEED_BITS} bits, got {self.seed.bit_length()} bits; pass a smaller seed"
             )
         if self.clump_size is not None and (not _is_int(self.clump_size) or self.clump_size < 1):
             raise ConfigError(
-                f"clump size must be an int >= 1, got {self.clump_size!r}; pass None to shuffle single rows"
+                f"shuffle_clump_size must be an int >= 1, got {self.clump_size!r}; pass None to shuffle single rows"
             )
 
     def rows(self, epoch: int, index: npt.NDArray[np.integer[Any]]) -> Int64Array:

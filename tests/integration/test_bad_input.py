@@ -89,7 +89,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "a filter that matches nothing": ({"filter": "id < 0"}, ("at least one row", "'id < 0'", "use one that does")),
     "too few matches": ({"filter": "id < 10"}, ("at least one row", "10 rows for num_splits=48", "num_splits <= 10")),
     "more splits than rows": ({"num_splits": 481}, ("at least one row", "480 rows for num_splits=481", "<= 480")),
-    "an unknown order": ({"order": "lexical"}, ("must be one of", "feistel-1", "'lexical'", "use one of these")),
+    "an unknown order": ({"order": "lexical"}, ("must be one of", "feistel-1", "'lexical'", "leave it out")),
     "a seed that is text": ({"shuffle_seed": "7"}, ("seed must be an int", "'7'", "pass int(seed)")),
     "a seed with a fraction": ({"shuffle_seed": 1.5}, ("seed must be an int", "1.5", "pass int(seed)")),
     "no seed": ({"shuffle_seed": None}, ("seed must be an int", "None", "pass int(seed)")),
