@@ -136,6 +136,7 @@ class StreamCoordinator:
         """Answers once the actor runs."""
         return True
 
+    @ray.method(max_task_retries=0)
     def prepare(self, owner: Owner, node_id: str | None) -> None:
         """See ReaderShelf.prepare."""
         with self._lock:
@@ -150,6 +151,7 @@ class StreamCoordinator:
         with self._lock:
             return self._shelf.claim(owner, node_id, fresh=fresh)
 
+    @ray.method(max_task_retries=0)
     def release(self, attempt_id: str, rank: int) -> None:
         """See ReaderShelf.release."""
         with self._lock:
@@ -179,6 +181,7 @@ class StreamCoordinator:
         with self._lock:
             return self._book.register_step(attempt, rank, epoch, step)
 
+    @ray.method(max_task_retries=0)
     def record(self, attempt: Attempt, rank: int, progress: RankProgress) -> None:
         """See AttemptBook.record."""
         with self._lock:

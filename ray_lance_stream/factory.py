@@ -123,6 +123,13 @@ def lance_stream(
             stream._plan.grid.num_splits,
             ", others in each epoch" if shuffle else "",
         )
+    if not drop_remainder and stream._plan.grid.remainder:
+        logger.warning(
+            "drop_remainder=False: the last %d of %d rows are one more row for the first splits, so ranks may differ by that "
+            "and by a batch; do collective operations after the loop",
+            stream._plan.grid.remainder,
+            stream._plan.order.num_rows,
+        )
     return stream
 
 
