@@ -1,8 +1,10 @@
-"""In-run elasticity on several Ray nodes: the group grows when a node comes and shrinks when one is killed (B11, B13)."""
+"""In-run elasticity on several Ray nodes: the group grows with a node and shrinks when one is preempted (B11, B13, B16)."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -53,7 +55,10 @@ def nodes(monkeypatch):
 
 
 def elastic_loop(config: dict[str, Any]) -> None:
-    """Logs and saves until rank 0 finds the file `finish`; `local_batch_size` serves whatever world it is given."""
+    """Logs and saves until rank 0 finds the file `finish`; `local_batch_size` serves whatever world it is given.
+
+    At the notice that a node is to be preempted it saves at once, whatever the step.
+    """
     shard = ray.train.get_dataset_shard("train")
     context = ray.train.get_context()
     rank, world, directory = context.get_world_rank(), context.get_world_size(), Path(config["dir"])
@@ -62,14 +67,19 @@ def elastic_loop(config: dict[str, Any]) -> None:
         state = shard.state_dict()
         start = [state["epoch"], state["samples_consumed_per_split"]]
         write(log, {"tag": "elastic", "rank": rank, "world": world, "start": start, "node": node})
-        steps = 0
+        steps, noticed = 0, False
         while True:
             epoch = shard.epoch
             for batch in shard.iter_batches(batch_size=shard.local_batch_size(GLOBAL_BATCH)):
                 write(log, {"epoch": epoch, "after": after(shard.state_dict(), epoch), "ids": batch["id"].tolist()})
                 time.sleep(0.4)
                 steps += 1
-                if steps % SAVE_EVERY == 0:
+                if not noticed and ray.train.get_preemption_info() is not None:
+                    noticed = True
+                    save(shard, rank, config)
+                    state = shard.state_dict()
+                    write(log, {"noticed": [state["epoch"], state["samples_consumed_per_split"]]})
+                elif steps % SAVE_EVERY == 0 and not noticed:
                     save(shard, rank, config)
                     if broadcast_from_rank_zero((directory / "finish").exists()):
                         return
@@ -88,6 +98,30 @@ def newest(directory: Path, world: int, steps: int) -> bool:
     if not attempts or attempts[-1].world != world or len(attempts[-1].ranks) != world:
         return False
     return all(sum("ids" in line for line in lines) >= steps for lines in attempts[-1].ranks.values())
+
+
+def node_ids() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def preempt(address: str, node_id: str) -> None:
+    """Tell the cluster that a node will be taken away, as a cloud does."""
+    command = [str(Path(sys.executable).parent / "ray"), "drain-node", "--address", address, "--node-id", node_id]
+    reason = [
+        "--reason",
+        "DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message",
+        "test",
+        "--deadline-remaining-seconds",
+        "60",
+    ]
+    subprocess.run([*command, *reason], check=True, timeout=60, capture_output=True)
+
+
+def notices(directory: Path) -> list[tuple[int, int]]:
+    """Where each rank saved at the notice."""
+    lines = [line for attempt in read_logs(directory) for rank in attempt.ranks.values() for line in rank]
+    return [tuple(line["noticed"]) for line in lines if "noticed" in line]
 
 
 def test_the_group_grows_and_shrinks_and_every_step_keeps_its_rows(nodes, tmp_path):
@@ -113,8 +147,12 @@ def test_the_group_grows_and_shrinks_and_every_step_keeps_its_rows(nodes, tmp_pa
     thread = threading.Thread(target=fit)
     thread.start()
     wait_for(lambda: bool(failed) or newest(tmp_path, 2, SAVE_EVERY + 1), "two workers")
+    before = node_ids()
     added = nodes.add_node(num_cpus=2, object_store_memory=200 << 20)
     wait_for(lambda: bool(failed) or newest(tmp_path, 4, SAVE_EVERY + 1), "four workers")
+    preempt(nodes.address, (node_ids() - before).pop())
+    wait_for(lambda: bool(failed) or len(notices(tmp_path)) == 4, "the notice of preemption on every rank")
+    saved_at = notices(tmp_path)
     nodes.remove_node(added, allow_graceful=False)
     wait_for(lambda: bool(failed) or newest(tmp_path, 2, SAVE_EVERY + 1), "two workers again")
     (tmp_path / "finish").touch()
@@ -123,6 +161,8 @@ def test_the_group_grows_and_shrinks_and_every_step_keeps_its_rows(nodes, tmp_pa
     assert not thread.is_alive()
 
     attempts = read_logs(tmp_path)
+    assert saved_at == [saved_at[0]] * 4
+    assert attempts[-1].start == saved_at[0]
     worlds = [attempt.world for attempt in attempts]
     assert worlds[0] == 2
     assert 4 in worlds
