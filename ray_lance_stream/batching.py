@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray.data import DataIterator
+
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.splits import RankShare, nearest_multiples
 
@@ -88,3 +90,33 @@ class BatchSizeRule:
                 f"({self.share.block.size} of {self.share.grid.num_splits} splits), got {batch_size}; leave batch_size out"
             )
         return batch_size
+
+
+def refuse_local_shuffle(kwargs: dict[str, Any]) -> None:
+    """Take the arguments of a shuffle buffer out of an `iter_*` call.
+
+    Raises:
+        ConfigError: one of them is given.
+    """
+    for name in ("local_shuffle_buffer_size", "local_shuffle_seed"):
+        if kwargs.pop(name, None) is not None:
+            raise ConfigError(
+                f"{name} must not be given: a shuffle buffer loses its rows when a run stops and makes steps depend on "
+                "the number of workers; the stream is shuffled by its order (shuffle=True, shuffle_seed=...)"
+            )
+
+
+class StreamSizedIterator(DataIterator):
+    """A `ray.data.DataIterator` whose batch size defaults to this rank's share of the stream's global_batch_size."""
+
+    def iter_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
+        """`ray.data.DataIterator.iter_batches`; batch_size defaults to this rank's share of global_batch_size."""
+        return super().iter_batches(batch_size=batch_size, **kwargs)
+
+    def iter_torch_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
+        """`ray.data.DataIterator.iter_torch_batches`; batch_size defaults to this rank's share of global_batch_size."""
+        return super().iter_torch_batches(batch_size=batch_size, **kwargs)
+
+    def iter_tf_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
+        """`ray.data.DataIterator.iter_tf_batches`; batch_size defaults to this rank's share of global_batch_size."""
+        return super().iter_tf_batches(batch_size=batch_size, **kwargs)

@@ -166,7 +166,7 @@ class EpochPass(DataIterator):
             self._received(rows)
 
     def _received(self, rows: int) -> None:
-        if not self._shard._is_current(self):
+        if self._shard._pass is not self:
             raise IterationError(ENDED)
         assert self._window is not None
         self._window.received(rows)
@@ -176,7 +176,7 @@ class EpochPass(DataIterator):
         assert self._walk is not None
         if self._given_rows == self._walk.num_rows:
             return
-        if not self._shard._is_current(self):
+        if self._shard._pass is not self:
             raise IterationError(ENDED)
         raise IterationError(
             f"the pass over epoch {self._walk.start.epoch} ended after {self._given_rows} of {self._walk.num_rows} "

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.data import DataContext, DataIterator, Schema
+from ray.data import DataContext, Schema
 
 from ray_lance_stream import train
 from ray_lance_stream._ray_data import DatasetStats, as_iterable, with_tensor_columns
-from ray_lance_stream.batching import BATCH_SIZE_OF_STREAM, BatchSizeRule
+from ray_lance_stream.batching import BATCH_SIZE_OF_STREAM, BatchSizeRule, StreamSizedIterator, refuse_local_shuffle
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.coordinator import Attempt
 from ray_lance_stream.cursor import ChunkSpan, Cursor, EpochWalk, Position
@@ -29,7 +29,7 @@ from ray_lance_stream.window import ChunkSizer, ReadWindow
 RUNTIME = ("_position", "_pass", "_stats", "_link", "_pool", "_batch_rule")  # what does not travel to a worker
 
 
-class StreamShard(DataIterator):
+class StreamShard(StreamSizedIterator):
     """One rank's share of a LanceStream.
 
     Each `iter()` of what an `iter_*` call returns is one epoch: the first after a resume finishes the open epoch, the
@@ -140,30 +140,13 @@ class StreamShard(DataIterator):
 
     # ---- iteration
 
-    def iter_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
-        """`ray.data.DataIterator.iter_batches`; batch_size defaults to this rank's share of global_batch_size."""
-        return super().iter_batches(batch_size=batch_size, **kwargs)
-
-    def iter_torch_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
-        """`ray.data.DataIterator.iter_torch_batches`; batch_size defaults to this rank's share of global_batch_size."""
-        return super().iter_torch_batches(batch_size=batch_size, **kwargs)
-
-    def iter_tf_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
-        """`ray.data.DataIterator.iter_tf_batches`; batch_size defaults to this rank's share of global_batch_size."""
-        return super().iter_tf_batches(batch_size=batch_size, **kwargs)
-
     def iter_rows(self) -> Any:
         """The rows as dicts, counted one by one."""
         return as_iterable(lambda: self._new_pass(None, drop_last=False).rows())
 
     def _iter_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, drop_last: bool = False, **kwargs: Any) -> Any:
         """What every `iter_*` call of Ray comes down to."""
-        for name in ("local_shuffle_buffer_size", "local_shuffle_seed"):
-            if kwargs.pop(name, None) is not None:
-                raise ConfigError(
-                    f"{name} must not be given: a shuffle buffer loses its rows when a run stops and makes steps depend "
-                    "on the number of workers; the stream is shuffled by its order (shuffle=True, shuffle_seed=...)"
-                )
+        refuse_local_shuffle(kwargs)
 
         def make_iterator() -> Any:
             size = self._batch_rule.resolve(batch_size)
@@ -228,9 +211,6 @@ class StreamShard(DataIterator):
         ended.close()
         self._position.cursor().leave()
         self._position.tell()
-
-    def _is_current(self, this: EpochPass) -> bool:
-        return self._pass is this
 
     # ---- position
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 POLL_S = 0.5
+TELL_STALLED_S = 30.0
+STALLED_S = 240.0  # less than the 600 s after which a collective of the other ranks gives up
 READER_DIED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 LOST = (
     *READER_DIED,
@@ -229,14 +232,24 @@ class ReadWindow:
 
     def _wait(self, read: _Read) -> ChunkInfo | None:
         """What is known of a chunk once it has been read; None if the window was closed before."""
+        sent_s = told_s = time.monotonic()
         while not self._closed.is_set():
             done, _ = ray.wait([read.info_ref], timeout=POLL_S)
-            if not done:
-                continue
             try:
-                return ray.get(read.info_ref)
+                if done:
+                    return ray.get(read.info_ref)
+                now_s = time.monotonic()
+                if now_s - sent_s > STALLED_S:
+                    # A call that hangs in a threaded actor cannot be cancelled. The reads of a killed reader are lost.
+                    logger.warning("reader ended, no answer for %.0f s: %s", now_s - sent_s, read.request)
+                    ray.kill(read.reader)
+                    sent_s = told_s = now_s
+                elif now_s - told_s > TELL_STALLED_S:
+                    logger.warning("still waiting after %.0f s: %s", now_s - sent_s, read.request)
+                    told_s = now_s
             except LOST as error:
                 self._again(read, error)
+                sent_s = told_s = time.monotonic()
             except ray.exceptions.RayTaskError as error:
                 raise error.as_instanceof_cause() from None
         return None

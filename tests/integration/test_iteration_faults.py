@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import lance
@@ -40,11 +41,15 @@ def expected(table) -> list[int]:
     return np.concatenate(Oracle(scan_ids(table), 48, 1).epoch(0)).tolist()
 
 
+def running_readers() -> list[dict[str, Any]]:
+    actors = ray._private.state.actors().values()
+    return [actor for actor in actors if actor["ActorClassName"] == "SplitReader" and actor["State"] == "ALIVE"]
+
+
 def kill_readers() -> None:
     """SIGKILL every reader of the cluster."""
-    for actor in ray._private.state.actors().values():
-        if actor["ActorClassName"] == "SplitReader" and actor["State"] == "ALIVE":
-            os.kill(actor["Pid"], signal.SIGKILL)
+    for actor in running_readers():
+        os.kill(actor["Pid"], signal.SIGKILL)
 
 
 # ---- what is lost is read again
@@ -97,6 +102,33 @@ def test_lost_blocks_are_read_again(shards: Shards, table, expected, monkeypatch
             count, retries = len(lost), reading.retries
     assert rows == expected
     assert reading.retries - retries == count > 0
+
+
+def test_a_reader_that_hangs_is_replaced(table, expected, monkeypatch, caplog, cluster):
+    """A read that makes no progress cannot be cancelled: its reader is ended, and the read sent to another."""
+    monkeypatch.setattr(window, "TELL_STALLED_S", 0.5)
+    monkeypatch.setattr(window, "STALLED_S", 3.0)
+    stream = lance_stream(table, num_splits=48, read_batch_size=1)
+    shard = stream.shard()
+    rows: list[int] = []
+    stopped: list[int] = []
+    try:
+        for number, batch in enumerate(shard.iter_batches(batch_size=48, prefetch_batches=0), start=1):
+            rows += ids_of(batch)
+            if number == 3:
+                serving = shard._pass._window._reads[-1].reader._actor_id.hex()
+                stopped = [actor["Pid"] for actor in running_readers() if actor["ActorID"] == serving]
+                for pid in stopped:
+                    os.kill(pid, signal.SIGSTOP)
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    assert len(stopped) == 1
+    assert rows == expected
+    assert "still waiting after" in caplog.text
+    assert "reader ended, no answer for" in caplog.text
+    stream.close()
 
 
 @ray.remote(num_cpus=0)

@@ -162,7 +162,9 @@ def test_a_slow_batch_does_not_let_the_rest_of_the_epoch_pile_up(shards: Shards,
     rows: list[int] = []
     reading = threading.Thread(target=lambda: rows.extend(flat(batches)), daemon=True)
     reading.start()
-    time.sleep(1.5)
+    while not started:
+        time.sleep(0.01)
+    time.sleep(1)
     ahead = len(started)
     go_on.set()
     reading.join(30)
