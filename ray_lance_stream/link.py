@@ -43,7 +43,7 @@ class CoordinatorLink:
         """Have the first reader started, or handed on from an attempt that has ended; waits for nothing."""
         self._coordinator.prepare.remote(self._owner(0), ray.get_runtime_context().get_node_id())
 
-    def reader(self, slot: int, *, fresh: bool) -> tuple[Reader, Reader | None]:
+    def reader(self, slot: int, fresh: bool) -> tuple[Reader, Reader | None]:
         """The reader of a slot of this rank, and one that is warm where that one was just started.
 
         Args:

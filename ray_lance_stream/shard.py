@@ -63,7 +63,7 @@ class StreamShard(StreamSizedIterator):
         self._coordinator = coordinator
         self._attempt = attempt
         self._context = context.copy()
-        # Ray's batch threads finish in any order; this makes its iterator put the batches back in order.
+        # Ray's batch threads finish in any order; with this its iterator puts the batches back in order.
         self._context.execution_options.preserve_order = True
         self._reset_runtime()
 
@@ -71,9 +71,7 @@ class StreamShard(StreamSizedIterator):
         self._pass: EpochPass | None = None
         self._stats = DatasetStats(metadata={}, parent=None)
         self._link = CoordinatorLink(self.name, self._coordinator, self._attempt, self.world_rank)
-        self._pool = ReaderPool(
-            self._config.readers_per_worker, lambda slot, fresh: self._link.reader(slot, fresh=fresh)
-        )
+        self._pool = ReaderPool(self._config.readers_per_worker, self._link.reader)
         world_size = self._attempt.world_size // self._config.replicas
         self._position = StreamPosition(self.name, self._plan, self._config, world_size, self._link)
         self._batch_rule = BatchSizeRule(self._share, self._config.global_batch_size)
