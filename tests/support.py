@@ -228,8 +228,8 @@ def live_actors(class_name: str) -> int:
     return sum(a["ActorClassName"] == class_name and a["State"] != "DEAD" for a in actors().values())
 
 
-def no_readers_left(timeout_s: float = 20.0) -> None:
-    """Wait until the last reader has ended; an error if it does not."""
+def no_readers_left(timeout_s: float = 60.0) -> None:
+    """Wait until the last reader has ended, some 20 s after its worker; an error if it does not."""
     until_s = time.monotonic() + timeout_s
     while live_actors("SplitReader"):
         assert time.monotonic() < until_s, f"{live_actors('SplitReader')} readers are left"

@@ -83,7 +83,7 @@ def test_runs_that_share_a_stream_do_not_meet(cluster, table, tmp_path):
     ).fit()
     assert steps(tmp_path, "trial-a") == steps(tmp_path, "trial-b") == oracle
     stream.close()
-    no_readers_left(60)
+    no_readers_left()
 
 
 def test_replicas_share_the_rows_of_their_data_rank(cluster, table, tmp_path):

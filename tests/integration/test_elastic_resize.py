@@ -173,4 +173,4 @@ def test_the_group_grows_and_shrinks_and_every_step_keeps_its_rows(nodes, tmp_pa
     assert history == {key: oracle[key] for key in order[: len(history)]}
     assert stream.progress("elastic").keys() == {0, 1}
     assert len(json.dumps(stream.state_dict())) < 2048
-    no_readers_left(60)
+    no_readers_left()
