@@ -27,14 +27,28 @@ CALLS_AT_A_TIME = 16
 MAX_RESTARTS = 16
 CALL_RETRIES = 3
 KEPT_ATTEMPTS = 64
+KEPT_TURNS = 64
 # A worker group that starts again within this time after the end of the one before finds warm readers.
 KEEP_READERS_S = 20.0
 # A trainer needs a while from `fit()` to its first batch.
 KEEP_SPARE_S = 120.0
 
-Step = tuple[
-    str, bool, int, int
-]  # cycles per batch and drop_last, which must agree; batch size and splits, for the error
+
+@dataclass(frozen=True)
+class StepSize:
+    """How a rank steps through a pass. Cycles per batch (a fraction as text) and drop_last must agree between ranks."""
+
+    cycles_per_batch: str
+    drop_last: bool
+    batch_size: int
+    num_splits: int
+
+    def agrees(self, other: StepSize) -> bool:
+        """Whether both take the same number of steps."""
+        return (self.cycles_per_batch, self.drop_last) == (other.cycles_per_batch, other.drop_last)
+
+
+Turn = tuple[int, int]  # (epoch, which pass of its shard): the same on all ranks that run the same loop
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ class RankProgress:
 class _Record:
     attempt: Attempt
     ranks: dict[int, RankProgress] = field(default_factory=dict)
-    steps: dict[int, tuple[int, Step]] = field(default_factory=dict)  # epoch -> (first rank, what it registered)
+    steps: dict[Turn, tuple[int, StepSize]] = field(default_factory=dict)  # what the first rank registered
 
 
 class AttemptBook:
@@ -80,18 +94,17 @@ class AttemptBook:
         """Note what a rank tells of itself."""
         self._of(attempt).ranks[rank] = progress
 
-    def register_step(self, attempt: Attempt, rank: int, epoch: int, step: Step) -> tuple[int, Step] | None:
-        """Note the step size that a rank iterates `epoch` with.
+    def register_step(self, attempt: Attempt, rank: int, turn: Turn, step: StepSize) -> tuple[int, StepSize] | None:
+        """Note how a rank steps through a pass.
 
         Returns:
-            None where it agrees with the ranks before it, else (rank, its step size) of the first one.
+            None where that agrees with the rank that came first, else (that rank, its step size).
         """
         steps = self._of(attempt).steps
-        first = steps.setdefault(epoch, (rank, step))
-        if first[0] == rank:
-            steps[epoch] = (rank, step)
-            return None
-        return None if first[1][:2] == step[:2] else first
+        first = steps.setdefault(turn, (rank, step))
+        while len(steps) > KEPT_TURNS:
+            del steps[next(iter(steps))]
+        return None if first[1].agrees(step) else first
 
     def runs(self) -> list[str]:
         """Names of the Ray Train runs that reported a position, oldest first; "" alone where there is none."""
@@ -176,10 +189,10 @@ class StreamCoordinator:
                 self._plans[wanted] = plan_table(wanted)
             return self._plans[wanted]
 
-    def register_step(self, attempt: Attempt, rank: int, epoch: int, step: Step) -> tuple[int, Step] | None:
+    def register_step(self, attempt: Attempt, rank: int, turn: Turn, step: StepSize) -> tuple[int, StepSize] | None:
         """See AttemptBook.register_step."""
         with self._lock:
-            return self._book.register_step(attempt, rank, epoch, step)
+            return self._book.register_step(attempt, rank, turn, step)
 
     @ray.method(max_task_retries=0)
     def record(self, attempt: Attempt, rank: int, progress: RankProgress) -> None:

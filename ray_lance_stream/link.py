@@ -10,7 +10,7 @@ import ray
 
 from ray_lance_stream import train
 from ray_lance_stream.config import ReadPlan
-from ray_lance_stream.coordinator import Attempt, RankProgress
+from ray_lance_stream.coordinator import Attempt, RankProgress, StepSize
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.shelf import Owner, Reader
 from ray_lance_stream.splits import SplitBlock, cycles_per_batch
@@ -38,6 +38,7 @@ class CoordinatorLink:
         self._told_s = 0.0
         self._first_row_s: float | None = None
         self._rows = 0
+        self._passes = 0
 
     def prepare_reader(self) -> None:
         """Have the first reader started, or handed on from an attempt that has ended; waits for nothing."""
@@ -70,16 +71,16 @@ class CoordinatorLink:
         Raises:
             ConfigError: an earlier rank of this attempt steps differently; names both.
         """
-        cycles = str(cycles_per_batch(batch_size, block))
-        step = (cycles, drop_last, batch_size, block.size)
-        other = self._ask("register_step", self._attempt, self._rank, epoch, step)
+        step = StepSize(str(cycles_per_batch(batch_size, block)), drop_last, batch_size, block.size)
+        self._passes += 1
+        other = self._ask("register_step", self._attempt, self._rank, (epoch, self._passes), step)
         if other is None:
             return
-        rank, (_, their_drop_last, their_size, their_splits) = other
+        rank, theirs = other
         raise ConfigError(
             f"all ranks must take the same number of cycles per batch, but in epoch {epoch} of stream {self._name!r} rank "
             f"{self._rank} uses batch_size={batch_size} on {block.size} splits (drop_last={drop_last}) and rank {rank} "
-            f"uses batch_size={their_size} on {their_splits} splits (drop_last={their_drop_last}); use "
+            f"uses batch_size={theirs.batch_size} on {theirs.num_splits} splits (drop_last={theirs.drop_last}); use "
             "shard.local_batch_size(global_batch_size) on every rank"
         )
 
