@@ -390,12 +390,17 @@ def test_left_out_rows_count_what_the_filter_matches(path: str, caplog: pytest.L
     assert "others in each epoch" not in record.getMessage()
 
 
-@pytest.mark.parametrize("arguments", [{"num_splits": 48}, {"num_splits": 47, "drop_remainder": False}])
-def test_nothing_is_announced_where_nothing_is_left_out(
+@pytest.mark.parametrize("arguments", [{"num_splits": 48}, {"num_splits": 48, "drop_remainder": False}])
+def test_nothing_is_announced_where_nothing_is_left_over(
     path: str, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any]
 ) -> None:
     lance_stream(path, **arguments)
     assert not caplog.records
+
+
+def test_uneven_ranks_of_a_whole_pass_are_announced(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    lance_stream(path, num_splits=47, drop_remainder=False)
+    assert "the last 10 of 480 rows are one more row for the first splits, so ranks may differ" in caplog.text
 
 
 # resume_from
