@@ -32,7 +32,7 @@ from tests.support import (
     write,
 )
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 NUM_SPLITS = 12
 GLOBAL_BATCH = 24
@@ -85,7 +85,7 @@ def elastic_loop(config: dict[str, Any]) -> None:
                         return
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 180.0) -> None:
     until_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until_s, f"waited in vain for {what}"
