@@ -109,6 +109,8 @@ def refuse_local_shuffle(kwargs: dict[str, Any]) -> None:
 class StreamSizedIterator(DataIterator):
     """A `ray.data.DataIterator` whose batch size defaults to this rank's share of the stream's global_batch_size."""
 
+    _batch_rule: BatchSizeRule
+
     def iter_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
         """`ray.data.DataIterator.iter_batches`; batch_size defaults to this rank's share of global_batch_size."""
         return super().iter_batches(batch_size=batch_size, **kwargs)
@@ -120,3 +122,16 @@ class StreamSizedIterator(DataIterator):
     def iter_tf_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
         """`ray.data.DataIterator.iter_tf_batches`; batch_size defaults to this rank's share of global_batch_size."""
         return super().iter_tf_batches(batch_size=batch_size, **kwargs)
+
+    def iter_jax_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
+        """`ray.data.DataIterator.iter_jax_batches`; batch_size defaults to this rank's share of global_batch_size."""
+        # Ray computes with the size before it iterates.
+        return super().iter_jax_batches(batch_size=self._batch_rule.resolve(batch_size), **kwargs)
+
+    def to_torch(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
+        """`ray.data.DataIterator.to_torch`; batch_size defaults to this rank's share of global_batch_size."""
+        return super().to_torch(batch_size=batch_size, **kwargs)
+
+    def to_tf(self, *columns: Any, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
+        """`ray.data.DataIterator.to_tf`; batch_size defaults to this rank's share of global_batch_size."""
+        return super().to_tf(*columns, batch_size=batch_size, **kwargs)

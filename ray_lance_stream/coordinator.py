@@ -143,7 +143,7 @@ class StreamCoordinator:
         threading.Thread(target=self._sweep, name="sweep readers", daemon=True).start()
 
     def __repr__(self) -> str:
-        return f"StreamCoordinator[{self._label}]"
+        return f"StreamCoordinator[{getattr(self, '_label', '')}]"  # Ray asks before there is an instance
 
     def ready(self) -> bool:
         """Answers once the actor runs."""

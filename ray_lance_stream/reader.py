@@ -73,7 +73,7 @@ class SplitReader:
         self._plans: OrderedDict[ReadPlan, StreamPlan] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"SplitReader[{self._label}]"
+        return f"SplitReader[{getattr(self, '_label', '')}]"  # Ray asks before there is an instance
 
     def ready(self) -> bool:
         """Answers once the actor runs."""

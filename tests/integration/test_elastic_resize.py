@@ -153,6 +153,7 @@ def test_the_group_grows_and_shrinks_and_every_step_keeps_its_rows(nodes, tmp_pa
     preempt(nodes.address, (node_ids() - before).pop())
     wait_for(lambda: bool(failed) or len(notices(tmp_path)) == 4, "the notice of preemption on every rank")
     saved_at = notices(tmp_path)
+    time.sleep(8)  # Ray Train's controller takes a checkpoint in some seconds after `report` has returned
     nodes.remove_node(added, allow_graceful=False)
     wait_for(lambda: bool(failed) or newest(tmp_path, 2, SAVE_EVERY + 1), "two workers again")
     (tmp_path / "finish").touch()
