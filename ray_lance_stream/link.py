@@ -58,6 +58,10 @@ class CoordinatorLink:
         if ray.is_initialized():
             self._coordinator.release.remote(self._attempt.attempt_id, self._rank)
 
+    def _named(self) -> Attempt:
+        """The attempt with the name of its run, which only the worker knows. Calls may overtake each other."""
+        return replace(self._attempt, run=train.run_name())
+
     def _owner(self, slot: int) -> Owner:
         return Owner(train.run_name(), self._attempt.attempt_id, self._rank, slot)
 
@@ -73,7 +77,7 @@ class CoordinatorLink:
         """
         step = StepSize(str(cycles_per_batch(batch_size, block)), drop_last, batch_size, block.size)
         self._passes += 1
-        other = self._ask("register_step", self._attempt, self._rank, (epoch, self._passes), step)
+        other = self._ask("register_step", self._named(), self._rank, (epoch, self._passes), step)
         if other is None:
             return
         rank, theirs = other
@@ -98,8 +102,7 @@ class CoordinatorLink:
             return
         self._told_s = time.monotonic()
         elapsed_s = self._told_s - self._first_row_s if self._first_row_s is not None else 0.0
-        attempt = replace(self._attempt, run=train.run_name())
-        self._coordinator.record.remote(attempt, self._rank, RankProgress(state, self._rows, elapsed_s))
+        self._coordinator.record.remote(self._named(), self._rank, RankProgress(state, self._rows, elapsed_s))
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
         try:
