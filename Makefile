@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := $(VENV)/peers
 
 .PHONY: train test check bench clean
 
@@ -18,7 +19,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)
+bench: $(STAMP) $(PEERS)/.installed
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
@@ -29,4 +30,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed, this is " + sys.version if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint,examples]'
+	@touch $@
+
+# Beside the environment, not in it: only the processes of the benchmarked peers see these packages.
+$(PEERS)/.installed: $(STAMP) benchmarks/requirements-peers.txt
+	@mkdir -p $(PEERS)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(PEERS) \
+		-r benchmarks/requirements-peers.txt
 	@touch $@

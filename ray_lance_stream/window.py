@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import threading
 import time
@@ -233,8 +234,12 @@ class ReadWindow:
     def _wait(self, read: _Read) -> ChunkInfo | None:
         """What is known of a chunk once it has been read; None if the window was closed before."""
         sent_s = told_s = time.monotonic()
+        answer = read.info_ref.future()
         while not self._closed.is_set():
-            done, _ = ray.wait([read.info_ref], timeout=POLL_S)
+            # Not ray.wait: a thread that calls Ray after another one has shut it down takes the process along.
+            done, _ = concurrent.futures.wait([answer], timeout=POLL_S)
+            if not ray.is_initialized():
+                break
             try:
                 if done:
                     return ray.get(read.info_ref)
@@ -250,6 +255,7 @@ class ReadWindow:
             except LOST as error:
                 self._again(read, error)
                 sent_s = told_s = time.monotonic()
+                answer = read.info_ref.future()
             except ray.exceptions.RayTaskError as error:
                 raise error.as_instanceof_cause() from None
         return None

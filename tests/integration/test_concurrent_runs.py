@@ -192,6 +192,8 @@ def test_the_state_is_at_hand_while_reads_are_blocked(cluster, table):
     assert [sorted(a + b) for a, b in zip(*before, strict=True)] == [oracle[0, t] for t in range(3)]
     rest = [sorted(batch["id"].tolist()) for batch in resumed.iter_batches(batch_size=GLOBAL_BATCH)]
     assert rest == [oracle[0, t] for t in range(3, len(oracle))]
+    for shard in shards:
+        shard.close()
     stream.close()
 
 

@@ -199,6 +199,42 @@ def test_the_interpreter_exits_in_the_middle_of_an_epoch(table, cluster, how):
     assert eventually(lambda: live_actors("SplitReader") <= before)
 
 
+SHUTDOWN = """
+import os, signal, sys, time
+import ray
+from ray._private.state import actors
+from ray_lance_stream import lance_stream
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+shard = lance_stream(sys.argv[2], num_splits=12, read_batch_size=1, prefetch_chunks=1).shard()
+batches = iter(shard.iter_batches(batch_size=12, prefetch_batches=1))
+next(batches)
+job = ray.get_runtime_context().get_job_id()
+pids = [a["Pid"] for a in actors().values() if a["ActorClassName"] == "SplitReader" and a["JobID"] == job and a["Pid"]]
+for pid in pids:
+    os.kill(pid, signal.SIGSTOP)
+for _ in range(4):
+    time.sleep(0.5)  # the batching threads have run out of chunks and wait for a read that does not come
+ray.shutdown()
+time.sleep(2)
+print("still here")
+for pid in pids:
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        pass
+"""
+
+
+def test_ray_is_shut_down_while_a_read_is_waited_for(table, cluster):
+    """A thread that waits for a read must not touch Ray any more: Ray would end the whole process."""
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", SHUTDOWN, address, table]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert child.stdout.split("\n")[0] == "still here", child.stderr
+    assert child.returncode == 0, child.stderr
+
+
 # ---- bounds
 
 
