@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +42,20 @@ M = GLOBAL_BATCH // NUM_SPLITS
 SAVE_EVERY = 3
 
 
-@pytest.fixture
-def nodes(monkeypatch):
+@contextmanager
+def nodes() -> Iterator[Cluster]:
     """A head without CPUs and one node of two CPUs, on one machine."""
     # Ray Train still counts the CPUs of a killed node for a while, and waits this long for workers there.
-    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "15"
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 200 << 20})
     ray.init(address=cluster.address)
     cluster.add_node(num_cpus=2, object_store_memory=200 << 20)
     cluster.wait_for_nodes()
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def elastic_loop(config: dict[str, Any]) -> None:
@@ -124,7 +128,22 @@ def notices(directory: Path) -> list[tuple[int, int]]:
     return [tuple(line["noticed"]) for line in lines if "noticed" in line]
 
 
-def test_the_group_grows_and_shrinks_and_every_step_keeps_its_rows(nodes, tmp_path):
+def test_the_group_grows_and_shrinks_and_every_step_keeps_its_rows(tmp_path):
+    """In a process of its own, whose driver belongs to this cluster alone."""
+    script = "import sys; from tests.integration.test_elastic_resize import scenario; scenario(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=550, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+def scenario(directory: str) -> None:
+    """Two workers, four when a node comes, two when it is preempted."""
+    with nodes() as cluster:
+        grow_and_shrink(cluster, Path(directory))
+
+
+def grow_and_shrink(nodes: Cluster, tmp_path: Path) -> None:
     table = make_table(tmp_path / "t", 600)
     stream = lance_stream(table, num_splits=NUM_SPLITS)
     trainer = DataParallelTrainer(
