@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -128,6 +129,7 @@ class ShardBatchIterator(BatchIterator):
         self._on_batch = on_batch
         self._on_end = on_end
         self._closed = False
+        self._threads: set[threading.Thread] = set()
         self._gate = Gate(self._prefetch_batches + DEFAULT_FORMAT_THREADPOOL_NUM_WORKERS)
 
     def close(self) -> None:
@@ -135,6 +137,16 @@ class ShardBatchIterator(BatchIterator):
         self._closed = True
         self._gate.close()
         self._prefetcher.stop()
+
+    def wait_ended(self, timeout_s: float) -> None:
+        """Wait until the threads have ended: one that lets go of a block while Ray is shut down ends the process."""
+        until_s = time.monotonic() + timeout_s
+        for thread in self._threads - {threading.current_thread()}:
+            thread.join(max(until_s - time.monotonic(), 0.0))
+
+    def _pipeline(self, ref_bundles: Iterator[RefBundle]) -> Iterator[FinalizedBatch]:
+        self._threads.add(threading.current_thread())
+        yield from super()._pipeline(ref_bundles)
 
     def _prefetch_blocks(self, ref_bundles: Iterator[RefBundle]) -> Iterator[Any]:
         try:
@@ -166,6 +178,7 @@ class ShardBatchIterator(BatchIterator):
         return map(self._through_gate, batches) if self._preserve_order else batches
 
     def _through_gate(self, batch: Batch) -> Batch:
+        self._threads.add(threading.current_thread())
         self._gate.enter(batch.metadata.batch_idx)
         return batch
 

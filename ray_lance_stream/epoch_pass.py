@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ENDED = "this iterator has ended: its shard has begun another pass, or was closed"
 
 
+THREADS_END_S = 0.7  # Ray's threads look every 0.1 s whether they may end
 _running: weakref.WeakSet[EpochPass] = weakref.WeakSet()
 
 
@@ -124,6 +125,8 @@ class EpochPass(DataIterator):
         if running is not None:
             with suppress(ValueError):  # it is executing: it calls this itself, or another thread waits in it
                 running.close()
+        if batch_iterator is not None:
+            batch_iterator.wait_ended(THREADS_END_S)
 
     def stats(self) -> str:
         """As the shard's."""

@@ -22,7 +22,7 @@ from ray_lance_stream.reader import ChunkInfo, ReadRequest
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
-POLL_S = 0.5
+POLL_S = 0.1
 TELL_STALLED_S = 30.0
 STALLED_S = 240.0  # less than the 600 s after which a collective of the other ranks gives up
 READER_DIED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
