@@ -20,7 +20,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray_lance_stream import ConfigError, LanceStream, lance_stream
 from tests.support import Oracle, log_loop, make_table, no_readers_left, read_logs, scan_ids
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(580)
 
 NUM_SPLITS = 12
 GLOBAL_BATCH = 24

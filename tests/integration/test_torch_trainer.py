@@ -21,7 +21,7 @@ from ray.train.torch import TorchTrainer, prepare_model
 from ray_lance_stream import lance_stream
 from tests.support import Oracle, effective_history, log_loop, make_table, read_logs, scan_ids
 
-pytestmark = pytest.mark.timeout(290)
+pytestmark = pytest.mark.timeout(580)
 
 NUM_SPLITS = 12
 GLOBAL_BATCH = 24

@@ -23,7 +23,7 @@ from tests.support import (
     scan_ids,
 )
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(580)
 
 NUM_SPLITS = 12
 GLOBAL_BATCH = 24

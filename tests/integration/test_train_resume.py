@@ -26,7 +26,7 @@ import ray_lance_stream
 from ray_lance_stream import lance_stream
 from tests.support import Oracle, effective_history, log_loop, make_table, no_readers_left, read_logs, scan_ids, write
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(580)
 
 NUM_SPLITS = 12
 GLOBAL_BATCH = 24
