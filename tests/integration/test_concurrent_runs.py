@@ -147,7 +147,7 @@ def test_the_first_error_of_a_rank_ends_the_run_fast_and_says_why(cluster, table
     started_s = time.monotonic()
     with pytest.raises(ray.train.TrainingFailedError, match=r"(?s)Rank 1.*bad row 17"):
         fit(stream, tmp_path, "collate", 2, collate_loop)
-    assert time.monotonic() - started_s < 60
+    assert time.monotonic() - started_s < 110  # rank 0 alone would take 130 s
     fit(stream, tmp_path, "pause", 2, pausing_loop)
     told = [json.loads((tmp_path / f"pause-{rank}.json").read_text()) for rank in range(2)]
     assert sorted(told[0]["rows"] + told[1]["rows"]) == sorted([*range(300)] * 2)
