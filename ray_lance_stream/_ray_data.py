@@ -77,14 +77,13 @@ def with_tensor_columns(table: pa.Table) -> pa.Table:
     for index, column in enumerate(table.schema):
         if not pa.types.is_fixed_size_list(column.type) or not _is_number(column.type.value_type):
             continue
-        values = table.column(index).combine_chunks()
-        if isinstance(values, pa.ChunkedArray):
-            values = pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([], type=column.type)
-        width = column.type.list_size
-        if values.null_count or values.flatten().null_count:
+        chunks = table.column(index).chunks or [pa.array([], type=column.type)]
+        values = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)  # combine_chunks() copies even one chunk
+        numbers, width = values.flatten(), column.type.list_size
+        if values.null_count or numbers.null_count:
             message = f"column {column.name!r} of type {column.type} holds a null, which a tensor cannot"
             raise NullInTensorError(message, _first_null_row(values, width))
-        flat = values.flatten().to_numpy(zero_copy_only=False)
+        flat = numbers.to_numpy(zero_copy_only=False)
         tensors = ArrowTensorArray.from_numpy(flat.reshape(len(values), width), column_name=column.name)
         table = table.set_column(index, column.name, tensors)
     return table

@@ -99,7 +99,8 @@ class ReadPlan:
         )
 
 
-def _at_least(name: str, value: Any, minimum: int) -> None:
+def at_least(name: str, value: Any, minimum: int) -> None:
+    """Raises ConfigError unless an argument is an int of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{name} must be an int >= {minimum}, got {value!r}")
 
@@ -135,15 +136,15 @@ class StreamConfig:
     skipped: SkippedCycles = ()
 
     def __post_init__(self) -> None:
-        _at_least("epoch", self.epoch, 0)
-        _at_least("prefetch_chunks", self.prefetch_chunks, 1)
-        _at_least("prefetch_bytes", self.prefetch_bytes, 1)
-        _at_least("readers_per_worker", self.readers_per_worker, 1)
-        _at_least("replicas", self.replicas, 1)
+        at_least("epoch", self.epoch, 0)
+        at_least("prefetch_chunks", self.prefetch_chunks, 1)
+        at_least("prefetch_bytes", self.prefetch_bytes, 1)
+        at_least("readers_per_worker", self.readers_per_worker, 1)
+        at_least("replicas", self.replicas, 1)
         if self.read_batch_size is not None:
-            _at_least("read_batch_size", self.read_batch_size, 1)
+            at_least("read_batch_size", self.read_batch_size, 1)
         if self.global_batch_size is not None:
-            _at_least("global_batch_size", self.global_batch_size, 1)
+            at_least("global_batch_size", self.global_batch_size, 1)
         if not isinstance(self.evaluation, bool):
             raise ConfigError(f"evaluation must be True or False, got {self.evaluation!r}; pass a bool")
         if self.resume not in ("auto", "manual"):

@@ -145,10 +145,6 @@ class StreamCoordinator:
     def __repr__(self) -> str:
         return f"StreamCoordinator[{getattr(self, '_label', '')}]"  # Ray asks before there is an instance
 
-    def ready(self) -> bool:
-        """Answers once the actor runs."""
-        return True
-
     @ray.method(max_task_retries=0)
     def prepare(self, owner: Owner, node_id: str | None) -> None:
         """See ReaderShelf.prepare."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ray_lance_stream.config import ReadPlan, StreamConfig
+from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.cursor import CycleRange
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.splits import SplitBlock
@@ -33,12 +33,6 @@ def step_cycles(plan: ReadPlan, config: StreamConfig, step: int, global_batch_si
         raise ConfigError(f"step must be an int in [0, {num_steps}), the steps of an epoch, got {step!r}")
     per_step = grid.cycles_per_step(size)
     return step * per_step, min((step + 1) * per_step, grid.num_cycles)
-
-
-def check_epoch(epoch: Any) -> None:
-    """Raises ConfigError unless `epoch` is an int >= 0."""
-    if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-        raise ConfigError(f"epoch must be an int >= 0, got {epoch!r}")
 
 
 def step_rows(plan: ReadPlan, epoch: int, cycles: CycleRange) -> np.ndarray:
@@ -70,7 +64,7 @@ def skip_entries(
     plan: ReadPlan, config: StreamConfig, epoch: int, steps: range, global_batch_size: int | None
 ) -> tuple[tuple[int, int, int], ...]:
     """(epoch, first cycle, end cycle) of each step to leave out."""
-    check_epoch(epoch)
+    at_least("epoch", epoch, 0)
     if not isinstance(steps, range) or not len(steps):
         raise ConfigError(f"steps must be a range of at least one step, got {steps!r}")
     return tuple((epoch, *step_cycles(plan, config, step, global_batch_size)) for step in steps)

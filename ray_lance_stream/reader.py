@@ -6,7 +6,6 @@ Imports neither ray.data nor ray.train nor torch: a reader must start quickly.
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -46,11 +45,10 @@ class ReadRequest:
 
 @dataclass(frozen=True)
 class ChunkInfo:
-    """What the window needs to know of a chunk without fetching it. `read_s`: seconds spent in the reader."""
+    """What the window needs to know of a chunk without fetching it."""
 
     num_rows: int
     size_bytes: int
-    read_s: float
 
 
 def read_chunk(request: ReadRequest, plan: StreamPlan) -> pa.Table:
@@ -87,16 +85,13 @@ class SplitReader:
             ReadError: the rows cannot be read; every failure is an Exception, since a BaseException (a Lance panic)
                 would end Ray's threads in silence.
         """
-        started_s = time.perf_counter()
         try:
             table = read_chunk(request, self._resolved(request.plan))
-        except (StreamError, ray.exceptions.RayError):
-            raise
-        except (KeyboardInterrupt, SystemExit):
+        except (StreamError, ray.exceptions.RayError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
             raise ReadError(f"cannot read {request}: {type(error).__name__}: {error}") from None
-        return table, ChunkInfo(table.num_rows, table.nbytes, time.perf_counter() - started_s)
+        return table, ChunkInfo(table.num_rows, table.nbytes)
 
     def _resolved(self, plan: ReadPlan) -> StreamPlan:
         resolved = self._plans.get(plan)

@@ -12,7 +12,7 @@ from ray.data import DataContext, Schema
 from ray_lance_stream import train
 from ray_lance_stream._ray_data import DatasetStats, as_iterable, with_tensor_columns
 from ray_lance_stream.batching import BATCH_SIZE_OF_STREAM, BatchSizeRule, StreamSizedIterator, refuse_local_shuffle
-from ray_lance_stream.config import ReadPlan, StreamConfig
+from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.coordinator import Attempt
 from ray_lance_stream.cursor import ChunkSpan, Cursor, EpochWalk, Position
 from ray_lance_stream.epoch_pass import EpochPass
@@ -223,8 +223,7 @@ class StreamShard(StreamSizedIterator):
 
         Where the open position already lies in that epoch, as after a resume, it stays.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ConfigError(f"epoch must be an int >= 0, got {epoch!r}")
+        at_least("epoch", epoch, 0)
         cursor = self._restore()
         if self._pass is not None:
             self._end_pass(self._pass)

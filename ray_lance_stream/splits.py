@@ -120,10 +120,6 @@ class SplitGrid:
             return 0
         return max(min(self.remainder, block.hi) - block.lo, 0)
 
-    def cycle_of_row(self, block: SplitBlock, row: int) -> tuple[int, int]:
-        """(cycle, rows into it) of the `row`-th row that the block delivers, counted from cycle 0."""
-        return divmod(row, block.size)
-
     def cycles_per_step(self, global_batch_size: int) -> int:
         """m = G / S.
 

@@ -112,10 +112,6 @@ class StreamState:
             skipped=tuple(tuple(entry) for entry in data["skipped"]),
         )
 
-    def skipped_in(self, epoch: int) -> tuple[CycleRange, ...]:
-        """Cycle ranges left out of one epoch."""
-        return skipped_in(self.skipped, epoch)
-
 
 def skipped_in(skipped: SkippedCycles, epoch: int) -> tuple[CycleRange, ...]:
     """The cycle ranges of `skipped` that belong to one epoch, ascending and disjoint."""

@@ -14,7 +14,7 @@ from ray.data import DataContext
 
 from ray_lance_stream import explain, train
 from ray_lance_stream._ray_data import local_mode_name
-from ray_lance_stream.config import ReadPlan, StreamConfig
+from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.coordinator import Attempt, RankProgress, start_coordinator
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.shard import StreamShard
@@ -155,7 +155,7 @@ class LanceStream:
         Raises:
             ConfigError: no such step or column, or no global batch size.
         """
-        explain.check_epoch(epoch)
+        at_least("epoch", epoch, 0)
         rows = explain.step_rows(
             self._plan, epoch, explain.step_cycles(self._plan, self._config, step, global_batch_size)
         )
@@ -169,7 +169,7 @@ class LanceStream:
         Raises:
             ConfigError: no such step, or no global batch size.
         """
-        explain.check_epoch(epoch)
+        at_least("epoch", epoch, 0)
         cycles = explain.step_cycles(self._plan, self._config, step, global_batch_size)
         return explain.step_digest(self._plan, self._config, epoch, cycles)
 

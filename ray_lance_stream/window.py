@@ -131,8 +131,6 @@ class ReadWindow:
         self._received_rows = 0
         self._given: dict[ray.ObjectRef, _Read] = {}
         self._overshoot_told = False
-        self.read_s = 0.0
-        self.retries = 0
 
     def __iter__(self) -> Iterator[tuple[ray.ObjectRef, ChunkInfo]]:
         return self
@@ -151,7 +149,6 @@ class ReadWindow:
             self._sizer.seen(info)
             self._handed.append((read.request.span.end_row, info.size_bytes))
             self._given[read.block_ref] = read
-            self.read_s += info.read_s
         self._fill(needed=False)
         self._tell_overshoot()
         return read.block_ref, info
@@ -280,5 +277,4 @@ class ReadWindow:
         sent = self._pool.send(read.request)
         with self._lock:
             read.attempts += 1
-            self.retries += 1
             read.reader, read.block_ref, read.info_ref = sent
