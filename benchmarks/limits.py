@@ -16,7 +16,7 @@ from benchmarks.common import NUM_SPLITS, Context, best_of
 from ray_lance_stream import LanceStream
 
 # Rows of one take: up to what a chunk of the stream may hold.
-TAKE_ROWS = (2_064, 8_208, 32_784, 65_520)
+TAKE_ROWS = (2_064, 8_208, 32_784, 65_520, 262_080)
 TAKE_THREADS = (1, 2, 4)
 TAKE_BYTES = 64 * 2**20
 SCAN_ROWS = (1_024, 8_192, 65_536)

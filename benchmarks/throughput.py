@@ -82,7 +82,7 @@ def _note(limit: str) -> str:
     if limit == "scan":
         return "The limit is a sequential `to_batches` scan in the best of three batch sizes."
     return (
-        "The limit is `take` of the same rows, offsets prepared and sorted, result thrown away, in the best of four batch "
+        "The limit is `take` of the same rows, offsets prepared and sorted, result thrown away, in the best of five batch "
         "sizes and three thread counts; once on the table's path, once through Lance's io_uring reader where the kernel "
         "allows it. Batches have 480 rows, of narrow 4,800 and of images 96."
     )

@@ -18,7 +18,7 @@ from ray_lance_stream.table import TableRef
 
 DEFAULT_PREFETCH_BYTES = 128 * 2**20
 MAX_CHUNK_BYTES = 16 * 2**20
-MAX_CHUNK_ROWS = 65_536
+MAX_CHUNK_ROWS = 262_144
 
 
 class SharedRows:

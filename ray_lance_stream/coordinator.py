@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -20,6 +21,7 @@ from ray_lance_stream.planner import plan_table
 from ray_lance_stream.reader import start_reader
 from ray_lance_stream.shelf import Owner, Reader, ReaderShelf
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.table import TableRef
 
 logger = logging.getLogger(__name__)
 
@@ -130,15 +132,16 @@ class StreamCoordinator:
 
     Args:
         label: stream name, for the dashboard.
+        table: what new readers open at once.
     """
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, table: TableRef) -> None:
         self._label = label
         self._book = AttemptBook()
         self._lock = threading.Lock()
         self._plan_lock = threading.Lock()
         self._plans: dict[ReadPlan, ReadPlan] = {}
-        self._shelf = ReaderShelf(lambda node_id: start_reader(label, node_id), KEEP_READERS_S, time.monotonic)
+        self._shelf = ReaderShelf(partial(start_reader, label, table), KEEP_READERS_S, time.monotonic)
         self._shelf.spare(ray.get_runtime_context().get_node_id(), KEEP_SPARE_S)
         threading.Thread(target=self._sweep, name="sweep readers", daemon=True).start()
 
@@ -205,7 +208,7 @@ class StreamCoordinator:
             return runs, self._book.snapshot(name) if name is not None else {}
 
 
-def start_coordinator(label: str) -> ray.actor.ActorHandle:
+def start_coordinator(label: str, table: TableRef) -> ray.actor.ActorHandle:
     """A coordinator owned by this process."""
     actor: Any = ray.remote(StreamCoordinator)
     return actor.options(
@@ -213,4 +216,4 @@ def start_coordinator(label: str) -> ray.actor.ActorHandle:
         max_concurrency=CALLS_AT_A_TIME,
         max_restarts=MAX_RESTARTS,
         max_task_retries=CALL_RETRIES,
-    ).remote(label)
+    ).remote(label, table)

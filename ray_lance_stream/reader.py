@@ -19,7 +19,8 @@ from ray_lance_stream.cursor import ChunkSpan
 from ray_lance_stream.errors import ReadError, StreamError
 from ray_lance_stream.plan import StreamPlan
 from ray_lance_stream.splits import SplitBlock
-from ray_lance_stream.take import take_rows
+from ray_lance_stream.table import TableRef
+from ray_lance_stream.take import attempt, take_rows
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +57,22 @@ def read_chunk(request: ReadRequest, plan: StreamPlan) -> pa.Table:
     span = request.span
     rows = plan.rows(request.epoch, request.block, span.start, span.stop)
     rows = rows[span.skip_rows : span.skip_rows + span.num_rows]
-    return take_rows(request.plan.table.open(), rows, list(request.plan.columns))
+    table = request.plan.table
+    return take_rows(table.open(), rows, list(request.plan.columns), table.open_uring)
 
 
 class SplitReader:
     """Reads chunks for one split group; keeps no position.
 
     Args:
-        label: stream name and split block, for the dashboard.
+        label: stream name, for the dashboard.
+        table: opened at once, so that the first read finds Lance imported and the table open. Any table can be read.
     """
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, table: TableRef) -> None:
         self._label = label
+        for open_early in (table.open, table.open_uring):
+            attempt(open_early)  # if it fails, so does the read, which says why
         self._plans: OrderedDict[ReadPlan, StreamPlan] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -102,7 +107,7 @@ class SplitReader:
         return resolved
 
 
-def start_reader(label: str, node_id: str | None) -> ray.actor.ActorHandle:
+def start_reader(label: str, table: TableRef, node_id: str | None) -> ray.actor.ActorHandle:
     """A reader on `node_id`, or near it where that node is full or gone.
 
     No restarts and no task retries: the window sends a lost read again, a bounded number of times.
@@ -115,4 +120,4 @@ def start_reader(label: str, node_id: str | None) -> ray.actor.ActorHandle:
         max_restarts=0,
         max_task_retries=0,
         scheduling_strategy=affinity,
-    ).remote(label)
+    ).remote(label, table)

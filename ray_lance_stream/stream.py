@@ -240,7 +240,7 @@ class LanceStream:
     def _coordinator_handle(self) -> ray.actor.ActorHandle:
         with _starting:
             if self._coordinator is None:
-                self._coordinator = start_coordinator(self.name or self._plan.table.identity)
+                self._coordinator = start_coordinator(self.name or self._plan.table.identity, self._plan.table)
             return self._coordinator
 
     def _shard(self, attempt: Attempt, rank: int) -> StreamShard:

@@ -7,6 +7,7 @@ Lance is not fork-safe: a process forked after a table was opened must not use L
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -15,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import numpy as np
 
@@ -25,11 +26,15 @@ from ray_lance_stream.take import KEEP_VERSION_REMEDY, attempt, chained, guarded
 if TYPE_CHECKING:
     import lance
 
+logger = logging.getLogger(__name__)
+
 StorageOptions: TypeAlias = Mapping[str, str] | Callable[[], Mapping[str, str]] | None
 
 # Azure puts the name of the container, which is no secret, where other URIs have user and password.
 _CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")
 _MAX_OPEN_TABLES = 16
+# Lance's second reader of local files. It is asked for many small reads at once with few system calls.
+_URING = "file+uring://"
 _EXPIRY_MARGIN_S = 60.0
 
 
@@ -91,6 +96,13 @@ class TableRef:
         """
         return _open_tables.get(self, fresh)
 
+    def open_uring(self) -> lance.LanceDataset | None:
+        """The dataset as Lance reads it through io_uring, from this process's cache.
+
+        None where the table is no local path, or a first read fails: many containers forbid io_uring.
+        """
+        return _open_tables.get_uring(self)
+
 
 def check_options(options: Any) -> None:
     """Refuse what is not a mapping of strings, without showing any value."""
@@ -124,7 +136,7 @@ def current_options(options: StorageOptions) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _OpenTable:
-    dataset: lance.LanceDataset
+    dataset: lance.LanceDataset | None  # None: io_uring does not work here
     options: Mapping[str, str] | None  # None: from a callable
     renew_at_s: float
 
@@ -133,22 +145,42 @@ class _OpenTables:
     """Least recently used open tables of this process. Opened one at a time: a second caller gets the first's."""
 
     def __init__(self) -> None:
-        self._tables: dict[int, OrderedDict[tuple[str, int], _OpenTable]] = {}  # by process id
+        # By process id, then by (uri, version, whether through io_uring).
+        self._tables: dict[int, OrderedDict[tuple[str, int, bool], _OpenTable]] = {}
         self._lock = threading.RLock()
         # A lock held by another thread when the process forks would stay locked for ever in the child. What the parent
         # opened stays where it is: closing it would run Lance code.
         os.register_at_fork(after_in_child=lambda: setattr(self, "_lock", threading.RLock()))
 
     def get(self, ref: TableRef, fresh: bool) -> lance.LanceDataset:
+        given = None if callable(ref.storage_options) else dict(ref.storage_options or {})
+
+        def is_usable(found: _OpenTable) -> bool:
+            return not fresh and found.options == given and time.time() < found.renew_at_s
+
+        def open_table() -> _OpenTable:
+            options = current_options(ref.storage_options)
+            renew_at_s = _renewal_time_s(options) if given is None else np.inf
+            return _OpenTable(_open(ref, options), given, renew_at_s)
+
+        return self._get((ref.uri, ref.version, False), is_usable, open_table)
+
+    def get_uring(self, ref: TableRef) -> lance.LanceDataset | None:
+        return self._get(
+            (ref.uri, ref.version, True), lambda _: True, lambda: _OpenTable(_open_uring(ref), None, np.inf)
+        )
+
+    def _get(
+        self,
+        key: tuple[str, int, bool],
+        is_usable: Callable[[_OpenTable], bool],
+        open_table: Callable[[], _OpenTable],
+    ) -> Any:
         with self._lock:
             tables = self._tables.setdefault(os.getpid(), OrderedDict())
-            key = (ref.uri, ref.version)
             found = tables.get(key)
-            given = None if callable(ref.storage_options) else dict(ref.storage_options or {})
-            if fresh or found is None or found.options != given or time.time() >= found.renew_at_s:
-                options = current_options(ref.storage_options)
-                found = _OpenTable(_open(ref, options), given, _renewal_time_s(options) if given is None else np.inf)
-                tables[key] = found
+            if found is None or not is_usable(found):
+                found = tables[key] = open_table()
             tables.move_to_end(key)
             while len(tables) > _MAX_OPEN_TABLES:
                 tables.popitem(last=False)
@@ -165,6 +197,23 @@ def _renewal_time_s(options: Mapping[str, str]) -> float:
         return np.inf
     expires_s, now_s = int(text) / 1000, time.time()
     return expires_s - min(_EXPIRY_MARGIN_S, (expires_s - now_s) / 4)
+
+
+def _open_uring(ref: TableRef) -> lance.LanceDataset | None:
+    import lance
+
+    if ref.uri.partition("://")[1] and not ref.uri.startswith("file://"):
+        return None
+
+    def open_and_read() -> lance.LanceDataset:
+        dataset = lance.dataset(_URING + quote(ref.identity), version=ref.version)
+        dataset.take([0])
+        return dataset
+
+    dataset, failure = attempt(open_and_read)
+    if dataset is None:
+        logger.info("table %s is read without io_uring: %s", ref.identity, redact(str(failure), ()))
+    return dataset
 
 
 def _open(ref: TableRef, options: dict[str, str]) -> lance.LanceDataset:

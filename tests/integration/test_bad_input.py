@@ -285,7 +285,7 @@ def test_a_version_that_is_checked_out_is_pinned(tmp_path: Path) -> None:
 @pytest.fixture
 def _no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards can be made without Ray, as long as they read nothing."""
-    monkeypatch.setattr(stream_module, "start_coordinator", lambda label: None)
+    monkeypatch.setattr(stream_module, "start_coordinator", lambda label, table: None)
 
 
 def test_more_workers_than_splits(path: str) -> None:

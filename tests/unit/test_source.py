@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import lance
 import lancedb
@@ -382,6 +383,50 @@ def test_options_are_renewed_before_they_expire(path: str, monkeypatch: pytest.M
     now_s += 2
     ref.open()
     assert len(calls) == 2
+
+
+# io_uring
+
+
+@pytest.mark.parametrize("name", ["t", "a b", "a%20b", "ü#x", "q?x", "a+b[1]"])
+def test_io_uring_reads_the_table_at_that_path(tmp_path: Path, name: str) -> None:
+    lance.write_dataset(pa.table({"id": np.arange(5)}), str(tmp_path / "a b"))
+    lance.write_dataset(pa.table({"id": np.arange(5) * 7}), str(tmp_path / name), mode="overwrite")
+    ref = TableRef(str(tmp_path / name), lance.dataset(str(tmp_path / name)).version)
+
+    opened = ref.open_uring()
+
+    if opened is None:
+        pytest.skip("io_uring is forbidden here")
+    assert opened.take([0, 4])["id"].to_pylist() == [0, 28]
+    assert ref.open_uring() is opened
+    assert TableRef(f"file://{quote(ref.uri)}", ref.version).open_uring().take([4])["id"].to_pylist() == [28]
+
+
+def test_where_io_uring_is_forbidden_it_is_tried_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    open_dataset = lance.dataset
+
+    def forbid(uri: str, **options: Any) -> lance.LanceDataset:
+        if uri.startswith("file+uring://"):
+            tried.append(uri)
+            raise OSError("Operation not permitted (os error 1)")
+        return open_dataset(uri, **options)
+
+    monkeypatch.setattr(lance, "dataset", forbid)
+    ref = TableRef(path, 1)
+
+    assert ref.open_uring() is None
+    assert ref.open_uring() is None
+    assert len(tried) == 1
+    assert ref.open().count_rows() == open_dataset(path, version=1).count_rows()
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/t.lance", "gs://bucket/t.lance", "az://container/t.lance"])
+def test_io_uring_is_for_local_tables(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lance, "dataset", lambda *args, **options: pytest.fail("opened"))
+
+    assert TableRef(uri, 1).open_uring() is None
 
 
 def test_import_is_light() -> None:

@@ -76,6 +76,62 @@ def test_no_rows_keep_the_schema(uneven: lance.LanceDataset) -> None:
 # Ranges
 
 
+# The second reader, for scattered rows
+
+
+class Reader:
+    """A second reader that counts its reads and answers, or fails, as told."""
+
+    def __init__(self, take: Any) -> None:
+        self.take = lambda rows, columns: self.reads.append(len(rows)) or take(rows, columns=columns)
+        self.reads: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("rows", "reads"),
+    [
+        (np.arange(0, 290, 2), [145]),
+        (np.arange(289, 0, -3), [97]),
+        (np.arange(take_module.MAX_URING_RUN_ROWS), []),
+        (np.empty(0, np.int64), []),
+    ],
+)
+def test_scattered_rows_are_read_by_the_second_reader(
+    uneven: lance.LanceDataset, rows: np.ndarray, reads: list[int]
+) -> None:
+    second = Reader(uneven.take)
+
+    got = take_rows(uneven, rows, ["id"], lambda: second)
+
+    assert second.reads == reads
+    assert got == take_rows(uneven, rows, ["id"])
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError("operation not permitted"), type("PanicException", (BaseException,), {})()]
+)
+def test_rows_that_the_second_reader_cannot_read_are_read_by_the_first(
+    uneven: lance.LanceDataset, failure: BaseException
+) -> None:
+    def fail(rows: list[int], columns: list[str]) -> None:
+        raise failure
+
+    second, rows = Reader(fail), np.arange(0, 290, 2)
+
+    assert take_rows(uneven, rows, ["id"], lambda: second) == take_rows(uneven, rows, ["id"])
+    assert second.reads == [145]
+
+
+@given(rows=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=40), shift=st.integers(0, 62))
+def test_sorting_can_be_undone(rows: list[int], shift: int) -> None:
+    given_rows = np.array(rows, dtype=np.int64) >> shift
+
+    sorted_rows, restore = take_module._sort(given_rows)
+
+    assert sorted_rows.tolist() == sorted(given_rows.tolist())
+    assert sorted_rows[restore].tolist() == given_rows.tolist()
+
+
 @pytest.fixture(scope="module", params=["legacy", *FILE_VERSIONS])
 def long_table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> lance.LanceDataset:
     path = tmp_path_factory.mktemp("t") / "long.lance"
