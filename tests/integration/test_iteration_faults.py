@@ -101,7 +101,7 @@ def test_lost_blocks_are_read_again(shards: Shards, table, expected, monkeypatch
             count = len(lost)
     assert rows == expected
     told = [record.getMessage() for record in caplog.records if "(ObjectLostError)" in record.getMessage()]
-    assert len(told) == count > 0
+    assert len(told) == count - len(lost) > 0  # a read that was sent again for another reason has another block
 
 
 def test_a_reader_that_hangs_is_replaced(table, expected, monkeypatch, caplog, cluster):

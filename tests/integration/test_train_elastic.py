@@ -80,6 +80,7 @@ def all_streams_loop(config: dict[str, Any]) -> None:
 def logs(cluster, table, tmp_path_factory) -> dict[int, Path]:
     """One run per worker count; the directory of its logs."""
     found = {}
+    kept = []
     for world, prefetch in ((1, 0), (2, 1), (3, 2), (4, 4)):
         directory = tmp_path_factory.mktemp(f"w{world}")
         made = streams(table)
@@ -104,10 +105,11 @@ def logs(cluster, table, tmp_path_factory) -> dict[int, Path]:
         assert sorted(progress) == list(range(world))
         assert all(told["epoch"] == EPOCHS and told["rows_per_s"] > 0 for told in progress.values())
         assert made["plain"].state_dict()["epoch"] == EPOCHS
-        no_readers_left()
-        for stream in made.values():
-            stream.close()
+        kept += made.values()
         found[world] = directory
+    no_readers_left()  # though nobody has closed the streams
+    for stream in kept:
+        stream.close()
     return found
 
 
