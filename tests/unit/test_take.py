@@ -101,10 +101,10 @@ def test_scattered_rows_are_read_by_the_second_reader(
 ) -> None:
     second = Reader(uneven.take)
 
-    got = take_rows(uneven, rows, ["id"], lambda: second)
+    got = take_rows(uneven, rows, ["name"], lambda: second)
 
     assert second.reads == reads
-    assert got == take_rows(uneven, rows, ["id"])
+    assert got == take_rows(uneven, rows, ["name"])
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,49 @@ def test_rows_that_the_second_reader_cannot_read_are_read_by_the_first(
 
     second, rows = Reader(fail), np.arange(0, 290, 2)
 
-    assert take_rows(uneven, rows, ["id"], lambda: second) == take_rows(uneven, rows, ["id"])
+    assert take_rows(uneven, rows, ["name"], lambda: second) == take_rows(uneven, rows, ["name"])
     assert second.reads == [145]
+
+
+# Dense rows, read with those between them
+
+
+@pytest.mark.parametrize("stable_ids", [False, True])
+@pytest.mark.parametrize("deleted", ["id % 3 = 1", "id >= 100 and id < 260", "id < 90"])
+def test_dense_rows_are_those_of_take(tmp_path: Path, deleted: str, stable_ids: bool) -> None:
+    values = [None if i % 7 == 0 else i / 2 for i in range(300)]
+    table = (
+        ids(300)
+        .append_column("value", pa.array(values))
+        .append_column("even", pa.array([i % 2 == 0 for i in range(300)]))
+    )
+    dataset = write(tmp_path / "t", table, UNEVEN_ROWS, enable_stable_row_ids=stable_ids)
+    dataset.delete(deleted)
+    rows = np.random.default_rng(0).permutation(dataset.count_rows())[:80]
+    rows = np.append(rows, rows[:5])
+
+    got = take_rows(dataset, rows, ["value", "even", "id"])
+
+    assert take_module._is_dense(dataset, rows, ["value", "even", "id"])
+    assert got == dataset.take(rows.tolist(), columns=["value", "even", "id"])
+
+
+@pytest.mark.parametrize(
+    ("columns", "step", "dense"),
+    [
+        (["id"], take_module.MAX_DENSE_BYTES // 8, True),
+        (["id"], take_module.MAX_DENSE_BYTES // 8 + 1, False),
+        (["id", "id2"], take_module.MAX_DENSE_BYTES // 16, True),
+        (["id", "id2"], take_module.MAX_DENSE_BYTES // 8, False),
+        (["name"], 1, False),
+        (["_rowid"], 1, False),
+    ],
+)
+def test_what_is_dense(columns: list[str], step: int, dense: bool) -> None:
+    schema = ids(1).append_column("id2", pa.array([0])).schema
+    rows = np.arange(1000) * step
+
+    assert take_module._is_dense(SimpleNamespace(schema=schema), rows, columns) is dense
 
 
 @given(rows=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=40), shift=st.integers(0, 62))
@@ -169,10 +210,11 @@ def test_long_runs_are_read_as_ranges_with_the_same_result(
     assert bool(takes) is not as_ranges
 
 
+@pytest.mark.parametrize("column", ["id", "name"])
 @pytest.mark.parametrize("rows", [np.arange(3500, 5987), np.arange(6000, 9000)])
-def test_a_range_beyond_the_end_is_an_error(long_table: lance.LanceDataset, rows: np.ndarray) -> None:
+def test_a_range_beyond_the_end_is_an_error(long_table: lance.LanceDataset, rows: np.ndarray, column: str) -> None:
     with pytest.raises(ReadError):
-        take_rows(long_table, rows, ["id"])
+        take_rows(long_table, rows, [column])
 
 
 def test_long_runs_of_struct_fields(tmp_path: Path) -> None:
@@ -325,10 +367,10 @@ def test_a_panic_becomes_an_error(uneven: lance.LanceDataset) -> None:
 
 
 def test_a_short_result_is_an_error(uneven: lance.LanceDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = uneven.take([0, 1], columns=["id"])
+    full = uneven.take([0, 1], columns=["name"])
     monkeypatch.setattr(lance.LanceDataset, "take", lambda *a, **k: full)
     with pytest.raises(ReadError, match="returned 2 rows for 3 offsets"):
-        take_rows(uneven, np.array([0, 1, 1]), ["id"])
+        take_rows(uneven, np.array([0, 1, 1]), ["name"])
 
 
 def test_files_removed_under_an_open_dataset(tmp_path: Path) -> None:
