@@ -62,6 +62,23 @@ def without(ranges: Sequence[CycleRange], cut: Sequence[CycleRange]) -> tuple[Cy
     return tuple(kept)
 
 
+def cycles_in(ranges: Sequence[CycleRange]) -> int:
+    """Number of cycles in disjoint ranges."""
+    return sum(hi - lo for lo, hi in ranges)
+
+
+def part(ranges: Sequence[CycleRange], start: int, stop: int) -> tuple[CycleRange, ...]:
+    """The cycles of `ranges`, counted on from 0, whose numbers are in [start, stop); `ranges` ascending and disjoint."""
+    found: list[CycleRange] = []
+    before = 0
+    for lo, hi in ranges:
+        first, end = max(lo, lo + start - before), min(hi, lo + stop - before)
+        if first < end:
+            found.append((first, end))
+        before += hi - lo
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class EpochWalk:
     """The rows that one pass delivers to one rank.

@@ -53,12 +53,21 @@ class ChunkInfo:
 
 
 def read_chunk(request: ReadRequest, plan: StreamPlan) -> pa.Table:
-    """The rows of one chunk, in the order of delivery."""
-    span = request.span
-    rows = plan.rows(request.epoch, request.block, span.start, span.stop)
-    rows = rows[span.skip_rows : span.skip_rows + span.num_rows]
-    table = request.plan.table
-    return take_rows(table.open(), rows, list(request.plan.columns), table.open_uring)
+    """The rows of one chunk, in the order of delivery.
+
+    Raises:
+        ReadError: the rows cannot be read; every failure is an Exception, since a BaseException (a Lance panic) would end
+            Ray's threads in silence.
+    """
+    span, table = request.span, request.plan.table
+    try:
+        rows = plan.rows(request.epoch, request.block, span.start, span.stop)
+        rows = rows[span.skip_rows : span.skip_rows + span.num_rows]
+        return take_rows(table.open(), rows, list(request.plan.columns), table.open_uring)
+    except (StreamError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ReadError(f"cannot read {request}: {type(error).__name__}: {error}") from None
 
 
 class SplitReader:
@@ -84,18 +93,8 @@ class SplitReader:
 
     @ray.method(num_returns=2)
     def read(self, request: ReadRequest) -> tuple[pa.Table, ChunkInfo]:
-        """Read one chunk.
-
-        Raises:
-            ReadError: the rows cannot be read; every failure is an Exception, since a BaseException (a Lance panic)
-                would end Ray's threads in silence.
-        """
-        try:
-            table = read_chunk(request, self._resolved(request.plan))
-        except (StreamError, ray.exceptions.RayError, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            raise ReadError(f"cannot read {request}: {type(error).__name__}: {error}") from None
+        """Read one chunk; errors as `read_chunk`."""
+        table = read_chunk(request, self._resolved(request.plan))
         return table, ChunkInfo(table.num_rows, table.nbytes)
 
     def _resolved(self, plan: ReadPlan) -> StreamPlan:

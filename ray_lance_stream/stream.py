@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import numpy as np
 import ray
-from ray.data import DataContext
+from ray.data import DataContext, Dataset
 
 from ray_lance_stream import explain, train
 from ray_lance_stream._ray_data import local_mode_name
 from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.coordinator import Attempt, RankProgress, start_coordinator
+from ray_lance_stream.dataset import epoch_dataset
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.splits import data_rank, split_block
@@ -188,6 +189,25 @@ class LanceStream:
         skipping = LanceStream(self._plan, self._config.with_skipped(entries), self.context.copy())
         skipping.name = self.name
         return skipping
+
+    def to_dataset(self, epoch: int = 0, global_batch_size: int | None = None) -> Dataset:
+        """One epoch as a `ray.data.Dataset`: the rows that training sees, in the order of one worker. Lazy.
+
+        Columns have the types of `ray.data.read_lance`. `dataset.context.execution_options.preserve_order` keeps the order.
+
+        Args:
+            epoch: from 0.
+            global_batch_size: G, where it is not the stream's. Blocks hold whole steps of G rows, so that
+                `map_batches(..., batch_size=G)` works on steps; without G, and where a step has more than half of
+                `target_max_block_size` bytes, they hold whole cycles.
+
+        Raises:
+            ConfigError: an epoch or a global batch size that cannot be served.
+            VersionNotFoundError: the pinned version is gone.
+        """
+        saved = self._config.resume_state(self.name or "")
+        config = self._config.with_skipped(saved.skipped) if saved else self._config
+        return epoch_dataset(self._plan, config, epoch, global_batch_size)
 
     def state_dict(self, run: str | None = None) -> dict[str, Any]:
         """Where a run is: the position of its slowest rank, as last told (ranks tell about once a second).
