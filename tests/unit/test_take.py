@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from ray_lance_stream import take as take_module
 from ray_lance_stream.errors import ConfigError, ReadError, TableError, VersionNotFoundError
-from ray_lance_stream.take import attempt, guarded, redact, scan_offsets, secrets_of, take_rows
+from ray_lance_stream.failures import attempt, guarded, redact, secrets_of
+from ray_lance_stream.take import scan_offsets, take_rows
 
 FILE_VERSIONS = ["2.0", "2.1", "2.2"]
 UNEVEN_ROWS = [1, 40, 3, 97, 10, 60, 89]  # 300 rows in 7 fragments
