@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import pyarrow as pa
 
+from ray_lance_stream.blobs import blob_fields, read_blobs
 from ray_lance_stream.errors import ConfigError, ReadError, StreamError, VersionNotFoundError
 from ray_lance_stream.failures import attempt, chained, guarded, redact, secrets_of
 
@@ -102,6 +103,9 @@ def take_rows(dataset: lance.LanceDataset, rows: np.ndarray, columns: list[str])
         rows: int64[n] row offsets.
         columns: names, as checked by `resolve_columns`; `a.b` reads one field of a struct column, as a column `a.b`.
 
+    Blob columns come as large_binary, with their bytes, and dictionaries as their values.
+
+
     Raises:
         ReadError: a row beyond the end, a result that 32-bit Arrow offsets cannot hold, or a failure of the storage.
         VersionNotFoundError: files of the version are gone.
@@ -118,13 +122,29 @@ def take_rows(dataset: lance.LanceDataset, rows: np.ndarray, columns: list[str])
     if len(rows) and rows[0] < 0:
         raise ReadError(f"row offsets must be >= 0, got {rows[0]}")
 
-    result, failure = attempt(lambda: _arrange(_read_sorted(dataset, rows, columns), restore, columns))
+    result, failure = attempt(lambda: _read_arranged(dataset, rows, restore, columns))
     if failure is not None:
         _raise_read_error(failure, dataset, rows, columns)
     assert result is not None
     if len(result) != len(rows):
         raise ReadError(f"Lance returned {len(result)} rows for {len(rows)} offsets of {_where(dataset)}")
     return result
+
+
+def _read_arranged(
+    dataset: lance.LanceDataset, rows: np.ndarray, restore: np.ndarray | None, columns: list[str]
+) -> pa.Table:
+    """Rows at sorted offsets, in the order asked for; blobs as their bytes."""
+    blobs = blob_fields(dataset.schema, columns)
+    plain = [name for name in columns if name not in blobs]
+    table = _arrange(_read_sorted(dataset, rows, plain), restore, plain) if plain else pa.table({})
+    if not blobs:
+        return table
+    arrays = [read_blobs(dataset, rows, name) for name in blobs]
+    if restore is not None:
+        arrays = [array.take(pa.array(restore)) for array in arrays]
+    fields = [*table.schema, *blobs.values()]
+    return pa.Table.from_arrays([*table.columns, *arrays], schema=pa.schema(fields)).select(columns)
 
 
 def _read_sorted(dataset: lance.LanceDataset, rows: np.ndarray, columns: list[str]) -> pa.Table:
@@ -145,6 +165,11 @@ def _arrange(table: pa.Table, restore: np.ndarray | None, columns: list[str]) ->
     """The rows back in the order asked for, in one piece per column, and the columns as named."""
     import pyarrow.compute as pc
 
+    for index, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):
+            # Rows of several fragments repeat values in their dictionary, which pandas refuses; numpy takes its last value
+            # for a null.
+            table = table.set_column(index, field.name, table.column(index).cast(field.type.value_type))
     if restore is not None:
         _refuse_overflow(table)
         table = table.take(pa.array(restore))
