@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from ray.data.block import BlockAccessor
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from ray_lance_stream._ray_data import ArrowTensorArray
+from ray_lance_stream.decode import was_bfloat16
 from ray_lance_stream.errors import ConfigError
-
-_BFLOAT16 = "lance.bfloat16"
 
 
 class NullInTensorError(ValueError):
@@ -31,19 +28,17 @@ class NullInTensorError(ValueError):
 def with_tensor_columns(table: pa.Table) -> pa.Table:
     """Columns of fixed shape as Arrow tensors: they become numpy and torch tensors without a copy of each row.
 
-    These are fixed-size lists of numbers and bools, nested ones too, and `arrow.fixed_shape_tensor`. bfloat16, which numpy
-    has not, becomes float32 in every column: that holds each of its values.
+    These are fixed-size lists of numbers and bools, nested ones too, and `arrow.fixed_shape_tensor`.
 
     Raises:
         NullInTensorError: a column of fixed shape holds a null, which a tensor cannot.
     """
     for index, field in enumerate(table.schema):
-        is_tensor = _is_tensor(field.type)
-        if is_tensor or _has_bfloat16(field.type):
+        if _is_tensor(field.type):
             chunks = table.column(index).chunks or [pa.nulls(0, field.type)]
             # Not combine_chunks(), which copies even one chunk.
             array = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
-            table = table.set_column(index, field.name, _tensors(array, field.name) if is_tensor else _widened(array))
+            table = table.set_column(index, field.name, _tensors(array, field.name))
     return table
 
 
@@ -80,7 +75,7 @@ class TensorCollateFn(ArrowBatchCollateFn):
         """Find the dtype of each column, and convert none of its values.
 
         Args:
-            schema: of the table, before `with_tensor_columns`.
+            schema: of what is read, before `with_tensor_columns`.
 
         Raises:
             ConfigError: a column that torch cannot hold, or a dtype for a column that there is not.
@@ -91,17 +86,22 @@ class TensorCollateFn(ArrowBatchCollateFn):
         unknown = sorted(set(asked) - set(schema.names))
         if unknown:
             raise ConfigError(f"dtypes must name columns of the stream, got {unknown}: they are {schema.names}")
-        own = {field.name: torch.bfloat16 for field in schema if _is_bfloat16(_element_type(field.type))}
+        own = {field.name: torch.bfloat16 for field in schema if was_bfloat16(field)}
         self._dtypes = {name: asked.get(name) or own.get(name) for name in schema.names}
         empty = with_tensor_columns(_empty(schema))
         for field in schema:
-            try:
-                self(empty.select([field.name]))
-            except TypeError:
+            if not self._can_hold(empty.select([field.name])):
                 raise ConfigError(
                     f"iter_torch_batches needs columns that torch can hold, got {field.name!r} of type {field.type}: drop it "
                     "with columns=[...], or transform it with collate_fn=..."
-                ) from None
+                )
+
+    def _can_hold(self, empty: pa.Table) -> bool:
+        try:
+            self(empty)
+        except TypeError:
+            return False
+        return not pa.types.is_null(empty.schema.types[0])
 
     def __call__(self, batch: pa.Table) -> Any:
         """The columns of a batch by name, as tensors [rows, ...]."""
@@ -120,10 +120,6 @@ def _empty(schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
 
 
-def _is_bfloat16(kind: pa.DataType) -> bool:
-    return getattr(kind, "extension_name", "") == _BFLOAT16
-
-
 def _element_type(kind: pa.DataType) -> pa.DataType:
     """The type of one number of a tensor."""
     if isinstance(kind, pa.FixedShapeTensorType):
@@ -136,7 +132,7 @@ def _element_type(kind: pa.DataType) -> pa.DataType:
 def _is_tensor(kind: pa.DataType) -> bool:
     element = _element_type(kind)
     is_number = pa.types.is_integer(element) or pa.types.is_floating(element) or pa.types.is_boolean(element)
-    return element != kind and (is_number or _is_bfloat16(element))
+    return is_number and element != kind
 
 
 def _tensors(array: pa.Array, name: str) -> pa.Array:
@@ -154,7 +150,7 @@ def _tensors(array: pa.Array, name: str) -> pa.Array:
         shape += [array.type.list_size] * is_outer
         array = array.flatten()
     _refuse_null_in(array, pa.field(name, kind), per_row)
-    numbers = _widened(array).to_numpy(zero_copy_only=False).reshape(rows, *shape)
+    numbers = array.to_numpy(zero_copy_only=False).reshape(rows, *shape)
     if axes:
         numbers = numbers.transpose(0, *[1 + axis for axis in axes])
     return ArrowTensorArray.from_numpy(numbers, column_name=name)
@@ -171,27 +167,3 @@ def _null_message(field: pa.Field) -> str:
 
 def _first_null(array: pa.Array | pa.ChunkedArray) -> int:
     return array.is_null().index(True).as_py()
-
-
-def _has_bfloat16(kind: pa.DataType) -> bool:
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _has_bfloat16(kind.value_type)
-    return _is_bfloat16(kind) or (pa.types.is_struct(kind) and any(_has_bfloat16(child.type) for child in kind))
-
-
-def _widened(array: pa.Array) -> pa.Array:
-    """bfloat16 as float32, in lists and structs too."""
-    mask = array.is_null() if array.null_count else None
-    if _is_bfloat16(array.type):
-        bits = np.frombuffer(array.storage.buffers()[1] or b"", np.uint16)[array.offset : array.offset + len(array)]
-        numbers = (bits.astype(np.uint32) << 16).view(np.float32)  # bfloat16 is the upper half of a float32
-        return pa.array(numbers, mask=None if mask is None else mask.to_numpy(zero_copy_only=False))
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        stops = pc.cumulative_sum(pc.fill_null(pc.list_value_length(array), 0))
-        offsets = pa.concat_arrays([pa.array([0], stops.type), stops])
-        return type(array).from_arrays(offsets, _widened(array.flatten()), mask=mask)
-    if pa.types.is_struct(array.type):
-        children = [_widened(array.field(i)) for i in range(array.type.num_fields)]
-        fields = [field.with_type(child.type) for field, child in zip(array.type, children, strict=True)]
-        return pa.StructArray.from_arrays(children, fields=fields, mask=mask)
-    return array

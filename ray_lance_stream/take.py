@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream.blobs import blob_fields, read_blobs
+from ray_lance_stream.decode import decoded
 from ray_lance_stream.errors import ConfigError, ReadError, StreamError, VersionNotFoundError
 from ray_lance_stream.failures import attempt, chained, guarded, redact, secrets_of
 
@@ -103,7 +104,7 @@ def take_rows(dataset: lance.LanceDataset, rows: np.ndarray, columns: list[str])
         rows: int64[n] row offsets.
         columns: names, as checked by `resolve_columns`; `a.b` reads one field of a struct column, as a column `a.b`.
 
-    Blob columns come as large_binary, with their bytes, and dictionaries as their values.
+    Blob columns come as large_binary, with their bytes, dictionaries as their values, and bfloat16 as float32.
 
 
     Raises:
@@ -135,6 +136,8 @@ def _read_arranged(
     dataset: lance.LanceDataset, rows: np.ndarray, restore: np.ndarray | None, columns: list[str]
 ) -> pa.Table:
     """Rows at sorted offsets, in the order asked for; blobs as their bytes."""
+    import lance.arrow  # noqa: F401 - makes bfloat16 known to Arrow
+
     blobs = blob_fields(dataset.schema, columns)
     plain = [name for name in columns if name not in blobs]
     table = _arrange(_read_sorted(dataset, rows, plain), restore, plain) if plain else pa.table({})
@@ -163,17 +166,17 @@ def _read_sorted(dataset: lance.LanceDataset, rows: np.ndarray, columns: list[st
 
 def _arrange(table: pa.Table, restore: np.ndarray | None, columns: list[str]) -> pa.Table:
     """The rows back in the order asked for, in one piece per column, and the columns as named."""
-    import pyarrow.compute as pc
-
-    for index, field in enumerate(table.schema):
-        if pa.types.is_dictionary(field.type):
-            # Rows of several fragments repeat values in their dictionary, which pandas refuses; numpy takes its last value
-            # for a null.
-            table = table.set_column(index, field.name, table.column(index).cast(field.type.value_type))
+    table = decoded(_named(table, columns))
     if restore is not None:
         _refuse_overflow(table)
         table = table.take(pa.array(restore))
-    table = table.combine_chunks()
+    return table.combine_chunks()
+
+
+def _named(table: pa.Table, columns: list[str]) -> pa.Table:
+    """The columns as named: a field of a struct is one of its own."""
+    import pyarrow.compute as pc
+
     if not any("." in name for name in columns):
         return table.select(columns)
     arrays, fields = [], []
