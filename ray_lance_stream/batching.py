@@ -121,9 +121,11 @@ class StreamSizedIterator(DataIterator):
     ) -> Any:
         """`ray.data.DataIterator.iter_torch_batches`; batch_size defaults to this rank's share of global_batch_size.
 
-        Raises when its first batch is asked for:
-            ConfigError: without a `collate_fn`, a column that torch cannot hold.
-            ReadError: without a `collate_fn`, a null.
+        Without a `collate_fn` the batches are dicts of tensors by column, with memory of their own; see `docs/types.md`.
+
+        Raises:
+            ConfigError: by its first batch, for a column that torch cannot hold, unless there is a `collate_fn`.
+            ReadError: for a null, unless there is a `collate_fn`.
         """
         if collate_fn is None:
             collate_fn, dtypes = TensorCollateFn(dtypes), None
