@@ -106,7 +106,6 @@ def take_rows(dataset: lance.LanceDataset, rows: np.ndarray, columns: list[str])
 
     Blob columns come as large_binary, with their bytes, dictionaries as their values, and bfloat16 as float32.
 
-
     Raises:
         ReadError: a row beyond the end, a result that 32-bit Arrow offsets cannot hold, or a failure of the storage.
         VersionNotFoundError: files of the version are gone.
