@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pyarrow as pa
 import ray
 from ray.data._internal.block_batching.interfaces import Batch, BlockStageTimings, FinalizedBatch, ResolvedBlock
 from ray.data._internal.block_batching.iter_batches import DEFAULT_FORMAT_THREADPOOL_NUM_WORKERS, BatchIterator
@@ -17,6 +16,7 @@ from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry, RefBu
 from ray.data._internal.stats import DatasetStats, TimeSpan
 from ray.data._internal.tensor_extensions.arrow import ArrowTensorArray
 from ray.data.block import Block, BlockAccessor, BlockMetadata
+from ray.data.collate_fn import _PinMemoryCollateFnWrapper
 from ray.data.iterator import _IterableFromIterator
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, get_train_fn_utils
@@ -24,9 +24,9 @@ from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, g
 from ray_lance_stream.gate import Gate, contained
 
 __all__ = [
+    "ArrowTensorArray",
     "BatchIterator",
     "DatasetStats",
-    "NullInTensorError",
     "RefBundle",
     "ShardBatchIterator",
     "as_iterable",
@@ -35,7 +35,7 @@ __all__ = [
     "in_train_worker",
     "local_mode_name",
     "ref_bundle",
-    "with_tensor_columns",
+    "unpinned",
 ]
 
 
@@ -56,48 +56,9 @@ def block_rows(block: Block) -> Iterator[dict[str, Any]]:
     return accessor.iter_rows(public_row_format=True)
 
 
-class NullInTensorError(ValueError):
-    """A null in a column of fixed-size lists.
-
-    Attributes:
-        row: index in the table of the first row with one.
-    """
-
-    def __init__(self, message: str, row: int) -> None:
-        super().__init__(message)
-        self.row = row
-
-
-def with_tensor_columns(table: pa.Table) -> pa.Table:
-    """Fixed-size lists of numbers as Arrow tensors: they become numpy and torch tensors without a copy of each row.
-
-    Raises:
-        NullInTensorError: a fixed-size list column holds a null, which a tensor cannot.
-    """
-    for index, column in enumerate(table.schema):
-        if not pa.types.is_fixed_size_list(column.type) or not _is_number(column.type.value_type):
-            continue
-        chunks = table.column(index).chunks or [pa.array([], type=column.type)]
-        values = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)  # combine_chunks() copies even one chunk
-        numbers, width = values.flatten(), column.type.list_size
-        if values.null_count or numbers.null_count:
-            message = f"column {column.name!r} of type {column.type} holds a null, which a tensor cannot"
-            raise NullInTensorError(message, _first_null_row(values, width))
-        flat = numbers.to_numpy(zero_copy_only=False)
-        tensors = ArrowTensorArray.from_numpy(flat.reshape(len(values), width), column_name=column.name)
-        table = table.set_column(index, column.name, tensors)
-    return table
-
-
-def _first_null_row(values: pa.FixedSizeListArray, width: int) -> int:
-    whole = values.is_null().to_numpy(zero_copy_only=False)
-    if whole.any():
-        return int(whole.argmax())
-    return int(values.flatten().is_null().to_numpy(zero_copy_only=False).argmax()) // width
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+def unpinned(collate_fn: Any) -> Any:
+    """The `collate_fn` that `pin_memory=True` has wrapped; any other one as it is."""
+    return collate_fn._collate_fn if isinstance(collate_fn, _PinMemoryCollateFnWrapper) else collate_fn
 
 
 class ShardBatchIterator(BatchIterator):

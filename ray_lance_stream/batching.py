@@ -8,6 +8,7 @@ from typing import Any
 
 from ray.data import DataIterator
 
+from ray_lance_stream.columns import TensorCollateFn
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.splits import RankShare, nearest_multiples
 
@@ -115,9 +116,20 @@ class StreamSizedIterator(DataIterator):
         """`ray.data.DataIterator.iter_batches`; batch_size defaults to this rank's share of global_batch_size."""
         return super().iter_batches(batch_size=batch_size, **kwargs)
 
-    def iter_torch_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
-        """`ray.data.DataIterator.iter_torch_batches`; batch_size defaults to this rank's share of global_batch_size."""
-        return super().iter_torch_batches(batch_size=batch_size, **kwargs)
+    def iter_torch_batches(
+        self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, dtypes: Any = None, collate_fn: Any = None, **kwargs: Any
+    ) -> Any:
+        """`ray.data.DataIterator.iter_torch_batches`; batch_size defaults to this rank's share of global_batch_size.
+
+        Without a `collate_fn` the batches are dicts of tensors by column, with memory of their own; see `docs/types.md`.
+
+        Raises:
+            ConfigError: by its first batch, for a column that torch cannot hold, unless there is a `collate_fn`.
+            ReadError: for a null, unless there is a `collate_fn`.
+        """
+        if collate_fn is None:
+            collate_fn, dtypes = TensorCollateFn(dtypes), None
+        return super().iter_torch_batches(batch_size=batch_size, dtypes=dtypes, collate_fn=collate_fn, **kwargs)
 
     def iter_tf_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
         """`ray.data.DataIterator.iter_tf_batches`; batch_size defaults to this rank's share of global_batch_size."""

@@ -14,13 +14,13 @@ from ray.data import DataContext, DataIterator, Schema
 
 from ray_lance_stream._ray_data import (
     BatchIterator,
-    NullInTensorError,
     RefBundle,
     ShardBatchIterator,
     block_rows,
     ref_bundle,
-    with_tensor_columns,
+    unpinned,
 )
+from ray_lance_stream.columns import NullInTensorError, TensorCollateFn, refuse_nulls, with_tensor_columns
 from ray_lance_stream.cursor import EpochWalk
 from ray_lance_stream.errors import IterationError, ReadError
 from ray_lance_stream.reader import ChunkInfo
@@ -49,6 +49,7 @@ class EpochPass(DataIterator):
         self._shard = shard
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self._refuses_nulls = False  # in any column
         self._count_batches = True
         self._walk: EpochWalk | None = None
         self._window: ReadWindow | None = None
@@ -60,6 +61,10 @@ class EpochPass(DataIterator):
 
     def batches(self, **kwargs: Any) -> Generator[Any, None, None]:
         """Batches as Ray makes them."""
+        collate_fn = unpinned(kwargs.get("_collate_fn"))
+        if isinstance(collate_fn, TensorCollateFn):
+            collate_fn.prepare(self._shard._position.table_schema())
+            self._refuses_nulls = True
         size: Any = self.batch_size  # Ray's annotation leaves out its own None
         running: Any = iter(super()._iter_batches(batch_size=size, drop_last=self.drop_last, **kwargs))
         self._running = running
@@ -152,14 +157,17 @@ class EpochPass(DataIterator):
             return None
         block, request = fetched
         try:
-            return with_tensor_columns(block)
+            table = with_tensor_columns(block)
+            if self._refuses_nulls:
+                refuse_nulls(table)
+            return table
         except NullInTensorError as error:
             span = request.span
             rows = request.plan.resolve().rows(request.epoch, request.block, span.start, span.stop)
-            table = request.plan.table
+            source = request.plan.table
             raise ReadError(
                 f"stream {self._shard.name!r}: {error}, in row {rows[span.skip_rows + error.row]} of table "
-                f"{table.identity} version {table.version}; leave the column out with columns=[...] or its nulls with "
+                f"{source.identity} version {source.version}; leave the column out with columns=[...] or its nulls with "
                 "filter='... IS NOT NULL'"
             ) from None
 

@@ -17,10 +17,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_lance_stream.config import ReadPlan
 from ray_lance_stream.cursor import ChunkSpan
 from ray_lance_stream.errors import ReadError, StreamError
+from ray_lance_stream.failures import attempt
 from ray_lance_stream.plan import StreamPlan
 from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.table import TableRef
-from ray_lance_stream.take import attempt, take_rows
+from ray_lance_stream.take import take_rows
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ import ray
 from ray.data import DataContext, Schema
 
 from ray_lance_stream import train
-from ray_lance_stream._ray_data import DatasetStats, as_iterable, with_tensor_columns
+from ray_lance_stream._ray_data import DatasetStats, as_iterable
 from ray_lance_stream.batching import BATCH_SIZE_OF_STREAM, BatchSizeRule, StreamSizedIterator, refuse_local_shuffle
+from ray_lance_stream.columns import batch_schema
 from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.coordinator import Attempt
 from ray_lance_stream.cursor import ChunkSpan, Cursor, EpochWalk, Position
@@ -21,7 +22,6 @@ from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.pool import ReaderPool
 from ray_lance_stream.reader import ReadRequest
 from ray_lance_stream.restore import StreamPosition
-from ray_lance_stream.source import projected_schema
 from ray_lance_stream.splits import RankShare
 from ray_lance_stream.state import StreamState, skipped_in
 from ray_lance_stream.window import ChunkSizer, ReadWindow
@@ -282,9 +282,7 @@ class StreamShard(StreamSizedIterator):
 
     def schema(self) -> Schema:
         """Columns and types of the batches."""
-        plan = self._position.plan
-        empty = projected_schema(plan.table, list(plan.columns)).empty_table()
-        return Schema(with_tensor_columns(empty).schema)
+        return Schema(batch_schema(self._position.table_schema()))
 
     def stats(self) -> str:
         """Time spent waiting, fetching and converting, in Ray Data's words."""

@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream.errors import ConfigError, ReadError, TableError
+from ray_lance_stream.failures import guarded, secrets_of
+from ray_lance_stream.selection import check_columns, check_filter, scan_offsets
 from ray_lance_stream.table import (
     StorageOptions,
     TableRef,
@@ -19,7 +21,7 @@ from ray_lance_stream.table import (
     open_newest,
     public_uri,
 )
-from ray_lance_stream.take import check_columns, check_filter, guarded, scan_offsets, secrets_of, take_rows
+from ray_lance_stream.take import take_rows
 
 _SAMPLED_ROWS = 16
 _ACCEPTED = "pass a LanceDB table, a lance.LanceDataset, or the path or URI of a Lance dataset"

@@ -21,7 +21,8 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from ray_lance_stream.errors import ConfigError, TableError, VersionNotFoundError
-from ray_lance_stream.take import KEEP_VERSION_REMEDY, attempt, chained, guarded, redact, secrets_of
+from ray_lance_stream.failures import attempt, chained, guarded, redact, secrets_of
+from ray_lance_stream.take import KEEP_VERSION_REMEDY
 
 if TYPE_CHECKING:
     import lance

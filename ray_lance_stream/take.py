@@ -1,34 +1,27 @@
-"""Reading rows of an open Lance dataset by offset, and turning Lance's failures into errors without secrets.
+"""Reading rows of an open Lance dataset by offset.
 
 A row offset counts the live rows of a table version in scan order: deleted rows have none. `take_rows` reads offsets in
-the given order, `scan_offsets` finds those that match a filter.
-
-Lance fails with OSError, ValueError or a PanicException, which is a BaseException that threads and retries would miss;
-`guarded` makes an error of the library of all of them. Its text may repeat a URI or a storage option, so secrets are
-cut out of the message, and the original is chained only when it holds none.
+the given order, in the way that is fastest for how they lie.
 """
 
 from __future__ import annotations
 
-import difflib
 import logging
-import re
-import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
-from urllib.parse import unquote
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import pyarrow as pa
 
-from ray_lance_stream.errors import ConfigError, ReadError, StreamError, VersionNotFoundError
+from ray_lance_stream.blobs import blob_fields, read_blobs
+from ray_lance_stream.decode import decoded
+from ray_lance_stream.errors import ReadError, StreamError, VersionNotFoundError
+from ray_lance_stream.failures import attempt, chained, redact, secrets_of
 
 if TYPE_CHECKING:
     import lance
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # From this mean length on, reading runs of consecutive rows as ranges is no slower than `take`. For 24,576 rows:
 # int32 vectors of 512 gain at any length (4x at 512, 2x from 2048 on); two int64 columns take twice as long at 512, are
@@ -40,139 +33,10 @@ MAX_URING_RUN_ROWS = 256
 # bytes: a fifth of the time of `take`.
 MAX_DENSE_BYTES = 128
 _MAX_CHUNK_BYTES = 2**31 - 1  # what the 32-bit offsets of Arrow's string, binary and list arrays can address
-_MAX_TEXT_CHARS = 1000
-# The bar of a filter scan appears only after this time, so that quick scans leave no trace.
-_PROGRESS_DELAY_S = 1.5
-# Lance reads this far ahead of a filter scan; its default of 2 GiB costs memory and won no time.
-_SCAN_BUFFER_BYTES = 128 * 2**20
 KEEP_VERSION_REMEDY = (
     "Keep the version of a run: tag it (dataset.tags.create(name, version)), or do not clean up or optimize away "
     "versions that a run still reads"
 )
-
-# Storage options that are no secrets, and whose values (regions, "true") would garble a message if cut out of it.
-_HARMLESS_OPTION = re.compile(
-    r"region|endpoint|allow_http|timeout|retr|virtual|express|expires|user_agent|account_name", re.I
-)
-_MIN_SECRET_CHARS = 4
-_QUERY_VALUE = re.compile(r"(?<=[?&])([\w.%-]+)=[^&#\s'\",)]+")
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
-_RUST_LOCATION = re.compile(r",?\s*/\S+\.rs:\d+(:\d+)?")
-
-# Meta columns that `take` can return; it fails on the others that a scan knows.
-_META_COLUMNS = ("_rowid", "_rowaddr", "_rowoffset")
-_UNREADABLE_META_COLUMNS = ("_row_created_at_version", "_row_last_updated_at_version")
-# Functions whose value changes from scan to scan, looked for outside of quotes.
-_SQL_QUOTED = re.compile(r"'(?:[^']|'')*'|`[^`]*`|\"[^\"]*\"|--[^\n]*")
-_VOLATILE_SQL = re.compile(r"\b(?:(?:random|rand|uuid|now|today)\s*\(|current_(?:date|timestamp|time)\b)", re.I)
-
-
-def secrets_of(uri: str, options: Mapping[str, str] | None) -> set[str]:
-    """The parts of a URI and its storage options that no message may show."""
-    found = {value for key, value in (options or {}).items() if not _HARMLESS_OPTION.search(key)}
-    authority = uri.partition("://")[2].partition("/")[0]
-    if "@" in authority:
-        user_info = authority.rpartition("@")[0]
-        found |= {user_info, *user_info.split(":")[1:]}
-    for pair in uri.partition("?")[2].partition("#")[0].split("&"):
-        found.add(pair.partition("=")[2])
-    found |= {unquote(value) for value in found}
-    return {value for value in found if len(value) >= _MIN_SECRET_CHARS}
-
-
-def redact(text: str, secrets: Collection[str]) -> str:
-    """`text` without the secrets, user info and query values of URIs, and source positions of Lance's own code."""
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, "***")
-    text = _USER_INFO.sub("***@", _QUERY_VALUE.sub(r"\1=***", text))
-    text = _RUST_LOCATION.sub("", text).strip()
-    return text if len(text) <= _MAX_TEXT_CHARS else text[:_MAX_TEXT_CHARS] + "..."
-
-
-def attempt(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """(result, None), or (None, failure) for an exception or a Lance panic; a KeyboardInterrupt and its like pass.
-
-    Returned rather than handled in place, because an error raised in an except block carries the failure, and with it
-    perhaps a secret, as its context.
-    """
-    try:
-        return function(), None
-    except Exception as failure:
-        return None, failure
-    except BaseException as failure:
-        if type(failure).__name__ != "PanicException":
-            raise
-        return None, failure
-
-
-def chained(error: StreamError, failure: BaseException, secrets: Collection[str]) -> StreamError:
-    """`error`, caused by the failure that it reports unless that one's text holds a secret."""
-    text = "".join(traceback.format_exception(failure))
-    is_secret = any(s in text for s in secrets) or _USER_INFO.search(text) or _QUERY_VALUE.search(text)
-    error.__cause__ = None if is_secret else failure
-    return error
-
-
-def guarded(function: Callable[[], T], action: str, error: type[StreamError], secrets: Collection[str]) -> T:
-    """`function()`, with every failure of Lance raised as `error` that starts with the action."""
-    result, failure = attempt(function)
-    if failure is not None:
-        if isinstance(failure, StreamError):
-            raise failure
-        raise chained(error(f"{action}: {redact(str(failure), secrets)}"), failure, secrets)
-    return cast(T, result)
-
-
-def _field_paths(fields: Any, prefix: str = "") -> list[str]:
-    """Names of the columns, and of the fields inside struct columns as `a.b`."""
-    paths = []
-    for item in fields:
-        paths.append(prefix + item.name)
-        if pa.types.is_struct(item.type):
-            paths += _field_paths(item.type, f"{prefix}{item.name}.")
-    return paths
-
-
-def check_columns(dataset: lance.LanceDataset, columns: Sequence[str] | None, where: str) -> list[str]:
-    """See `resolve_columns`. Checked before any read, because `take` panics at unknown columns and drops repeats."""
-    if columns is None:
-        return list(dataset.schema.names)
-    if isinstance(columns, str) or not isinstance(columns, Sequence) or not all(isinstance(c, str) for c in columns):
-        raise ConfigError(f"columns must be a list of names, got {columns!r}: pass columns=[...]")
-    if not columns:
-        raise ConfigError("columns must name at least one column, got []: pass None for all")
-    repeated = sorted({name for name in columns if list(columns).count(name) > 1})
-    if repeated:
-        raise ConfigError(f"columns must not repeat a name, got {repeated} more than once")
-    unreadable = sorted(set(columns) & set(_UNREADABLE_META_COLUMNS))
-    if unreadable:
-        raise ConfigError(f"columns must be readable by row, got {unreadable}, which Lance returns from scans only")
-    known = [*_field_paths(dataset.schema), *_META_COLUMNS]
-    unknown = [name for name in columns if name not in known]
-    if unknown:
-        by_lower = {name.lower(): name for name in reversed(known)}
-        near = {by_lower[m] for name in unknown for m in difflib.get_close_matches(name.lower(), by_lower, n=1)}
-        hint = f"did you mean {sorted(near)}? " if near else ""
-        raise ConfigError(f"columns must exist in {where}, got unknown {unknown}: {hint}available are {known}")
-    return list(columns)
-
-
-def check_filter(dataset: lance.LanceDataset, filter: str, where: str) -> None:
-    """See `validate_filter`."""
-    if not isinstance(filter, str) or not filter.strip():
-        raise ConfigError(f"filter must be an SQL condition such as 'id > 3', got {filter!r}: pass None for all rows")
-    volatile = _VOLATILE_SQL.search(_SQL_QUOTED.sub("''", filter))
-    if volatile:
-        raise ConfigError(
-            f"filter must match the same rows whenever it is scanned, got {filter!r} with {volatile[0]!r}: write the "
-            "value as a literal, or select the rows into a column first"
-        )
-    guarded(
-        dataset.scanner(columns=["_rowoffset"], filter=filter, limit=0).explain_plan,
-        f"filter must be an SQL condition on columns of {where}, got {filter!r}",
-        ConfigError,
-        secrets_of(dataset.uri, dataset.initial_storage_options),
-    )
 
 
 def take_rows(
@@ -188,6 +52,8 @@ def take_rows(
         rows: int64[n] row offsets.
         columns: names, as checked by `resolve_columns`; `a.b` reads one field of a struct column, as a column `a.b`.
         open_uring: the same version through a reader that is faster for scattered rows, if there is one.
+
+    Blob columns come as large_binary, with their bytes, dictionaries as their values, and bfloat16 as float32.
 
     Raises:
         ReadError: a row beyond the end, a result that 32-bit Arrow offsets cannot hold, or a failure of the storage.
@@ -211,15 +77,35 @@ def _read(
     columns: list[str],
     open_uring: Callable[[], lance.LanceDataset | None],
 ) -> pa.Table:
+    """The rows with blobs as their bytes."""
+    import lance.arrow  # noqa: F401 - makes bfloat16 known to Arrow
+
+    blobs = blob_fields(dataset.schema, columns)
+    plain = [name for name in columns if name not in blobs]
+    table = _read_plain(dataset, rows, plain, open_uring) if plain else pa.table({})
+    if not blobs:
+        return table
+    rows, restore = _sorted(rows)
+    arrays = [read_blobs(dataset, rows, name) for name in blobs]
+    if restore is not None:
+        arrays = [array.take(pa.array(restore)) for array in arrays]
+    fields = [*table.schema, *blobs.values()]
+    return pa.Table.from_arrays([*table.columns, *arrays], schema=pa.schema(fields)).select(columns)
+
+
+def _read_plain(
+    dataset: lance.LanceDataset,
+    rows: np.ndarray,
+    columns: list[str],
+    open_uring: Callable[[], lance.LanceDataset | None],
+) -> pa.Table:
+    """Columns without blobs, in the way that is fastest for how the rows lie."""
     if len(rows) and _is_dense(dataset, rows, columns):
         first, stop = int(rows.min()), int(rows.max()) + 1
         table = dataset.scanner(columns=columns, offset=first, limit=stop - first, scan_in_order=True).to_table()
         if len(table) == stop - first:  # else there are no such rows, which `take` says
             return _arrange(table, rows - first, columns)
-    restore = None
-    if np.any(rows[1:] < rows[:-1]):
-        # Lance reads sorted offsets faster, and Arrow restores the order at memory speed.
-        rows, restore = _sort(rows)
+    rows, restore = _sorted(rows)
     starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # where each run of consecutive offsets begins
     is_nested = any("." in name for name in columns)
     # Not for fields of structs: `take_scan` mixes them up where they are not in the order of the schema.
@@ -241,8 +127,13 @@ def _is_dense(dataset: lance.LanceDataset, rows: np.ndarray, columns: list[str])
     return bool((rows.max() - rows.min() + 1) * bits <= 8 * MAX_DENSE_BYTES * len(rows))
 
 
-def _sort(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows sorted, int64 [n] where each row of the given order lies among them)."""
+def _sorted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """(rows sorted, int64 [n] where each row of the given order lies among them; None if they were in order).
+
+    Lance reads sorted offsets faster, and Arrow restores the order at memory speed.
+    """
+    if np.all(rows[1:] >= rows[:-1]):
+        return rows, None
     num_bits = len(rows).bit_length()
     place = np.arange(len(rows))
     if rows.min() >= 0 and int(rows.max()).bit_length() + num_bits < 64:
@@ -283,12 +174,17 @@ def _take_sorted(
 
 def _arrange(table: pa.Table, restore: np.ndarray | None, columns: list[str]) -> pa.Table:
     """The rows back in the order asked for, in one piece per column, and the columns as named."""
-    import pyarrow.compute as pc
-
+    table = decoded(_named(table, columns))
     if restore is not None:
         _refuse_overflow(table)
         table = table.take(pa.array(restore))
-    table = table.combine_chunks()
+    return table.combine_chunks()
+
+
+def _named(table: pa.Table, columns: list[str]) -> pa.Table:
+    """The columns as named: a field of a struct is one of its own."""
+    import pyarrow.compute as pc
+
     if not any("." in name for name in columns):
         return table.select(columns)
     arrays, fields = [], []
@@ -326,40 +222,10 @@ def _raise_read_error(
         message += f". One read may hold at most {_MAX_CHUNK_BYTES} bytes of a string, binary or list column"
         message += f" ({', '.join(columns)}): read fewer rows at once, or store it as large_string or large_binary"
     elif "non-existent fragment" in text:
-        message += f". Offsets must be below the {dataset.count_rows()} live rows, got up to {rows[-1]}"
+        message += f". Offsets must be below the {dataset.count_rows()} live rows, got up to {rows.max()}"
     raise chained(error(message), failure, secrets)
 
 
 def _where(dataset: lance.LanceDataset) -> str:
     uri = redact(dataset.uri, secrets_of(dataset.uri, dataset.initial_storage_options))
     return f"table {uri} version {dataset.version}"
-
-
-def scan_offsets(dataset: lance.LanceDataset, filter: str, progress: bool) -> np.ndarray:
-    """int64[m] sorted offsets of the rows that match. Takes 16 bytes per match at its peak, besides Lance's buffers."""
-    from tqdm import tqdm
-
-    parts: list[np.ndarray] = []
-    # Only the columns of the filter are read besides. Batches copied to int64 set Arrow's buffers free.
-    scanner = dataset.scanner(
-        columns=["_rowoffset"], filter=filter, scan_in_order=True, io_buffer_size=_SCAN_BUFFER_BYTES
-    )
-    bar: Any = tqdm(
-        total=dataset.count_rows(),
-        desc="finding rows that match the filter",
-        unit="row",
-        unit_scale=True,
-        delay=_PROGRESS_DELAY_S,
-        disable=not progress,
-    )
-    with bar:
-        for batch in scanner.to_batches():
-            if len(batch):
-                parts.append(batch.column(0).to_numpy().astype(np.int64))
-                # Offsets tell how far the scan is, where it goes in order.
-                bar.update(max(0, int(parts[-1][-1]) + 1 - bar.n))
-    rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
-    # Scans come in order today; an index scan need not.
-    if not np.all(rows[1:] > rows[:-1]):
-        rows.sort()
-    return rows
