@@ -69,19 +69,22 @@ class TensorCollateFn(ArrowBatchCollateFn):
 
     def __init__(self, dtypes: Any = None) -> None:
         self._asked = dtypes
+        self._schema: pa.Schema | None = None
         self._dtypes: dict[str, Any] = {}
 
     def prepare(self, schema: pa.Schema) -> None:
-        """Find the dtype of each column, and convert none of its values.
+        """Find the dtype of each column, before the first batch of a schema is made.
 
         Args:
-            schema: of what is read, before `with_tensor_columns`.
+            schema: of a chunk, before `with_tensor_columns`.
 
         Raises:
             ConfigError: a column that torch cannot hold, or a dtype for a column that there is not.
         """
         import torch
 
+        if schema == self._schema:
+            return
         asked = self._asked if isinstance(self._asked, dict) else dict.fromkeys(schema.names, self._asked)
         unknown = sorted(set(asked) - set(schema.names))
         if unknown:
@@ -95,6 +98,7 @@ class TensorCollateFn(ArrowBatchCollateFn):
                     f"iter_torch_batches needs columns that torch can hold, got {field.name!r} of type {field.type}: drop it "
                     "with columns=[...], or transform it with collate_fn=..."
                 )
+        self._schema = schema
 
     def _can_hold(self, empty: pa.Table) -> bool:
         try:

@@ -49,7 +49,7 @@ class EpochPass(DataIterator):
         self._shard = shard
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self._refuses_nulls = False  # in any column
+        self._to_tensors: TensorCollateFn | None = None
         self._count_batches = True
         self._walk: EpochWalk | None = None
         self._window: ReadWindow | None = None
@@ -62,9 +62,7 @@ class EpochPass(DataIterator):
     def batches(self, **kwargs: Any) -> Generator[Any, None, None]:
         """Batches as Ray makes them."""
         collate_fn = unpinned(kwargs.get("_collate_fn"))
-        if isinstance(collate_fn, TensorCollateFn):
-            collate_fn.prepare(self._shard._position.table_schema())
-            self._refuses_nulls = True
+        self._to_tensors = collate_fn if isinstance(collate_fn, TensorCollateFn) else None
         size: Any = self.batch_size  # Ray's annotation leaves out its own None
         running: Any = iter(super()._iter_batches(batch_size=size, drop_last=self.drop_last, **kwargs))
         self._running = running
@@ -158,7 +156,8 @@ class EpochPass(DataIterator):
         block, request = fetched
         try:
             table = with_tensor_columns(block)
-            if self._refuses_nulls:
+            if self._to_tensors is not None:
+                self._to_tensors.prepare(block.schema)
                 refuse_nulls(table)
             return table
         except NullInTensorError as error:

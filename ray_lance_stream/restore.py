@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 
-import pyarrow as pa
-
 from ray_lance_stream import train
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.cursor import Cursor, Position
 from ray_lance_stream.errors import StateError
 from ray_lance_stream.link import CoordinatorLink
-from ray_lance_stream.source import projected_schema
 from ray_lance_stream.state import PartialCycle, StreamState, check_fits
 
 logger = logging.getLogger(__name__)
@@ -39,10 +36,6 @@ class StreamPosition:
         self._world_size = world_size
         self._link = link
         self._cursor: Cursor | None = None
-
-    def table_schema(self) -> pa.Schema:
-        """Schema of the chunks as they are read."""
-        return projected_schema(self.plan.table, list(self.plan.columns))
 
     def cursor(self) -> Cursor:
         """The cursor; on first use set to where this shard starts.

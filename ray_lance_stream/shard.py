@@ -22,6 +22,7 @@ from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.pool import ReaderPool
 from ray_lance_stream.reader import ReadRequest
 from ray_lance_stream.restore import StreamPosition
+from ray_lance_stream.source import projected_schema
 from ray_lance_stream.splits import RankShare
 from ray_lance_stream.state import StreamState, skipped_in
 from ray_lance_stream.window import ChunkSizer, ReadWindow
@@ -282,7 +283,8 @@ class StreamShard(StreamSizedIterator):
 
     def schema(self) -> Schema:
         """Columns and types of the batches."""
-        return Schema(batch_schema(self._position.table_schema()))
+        plan = self._position.plan
+        return Schema(batch_schema(projected_schema(plan.table, list(plan.columns))))
 
     def stats(self) -> str:
         """Time spent waiting, fetching and converting, in Ray Data's words."""
