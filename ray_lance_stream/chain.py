@@ -3,84 +3,30 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
-import ray
 
-from ray_lance_stream._ray_data import block_rows, concat_tables, from_batch, to_batch
+from ray_lance_stream._ray_data import block_rows, concat_tables
 from ray_lance_stream.errors import StreamError, TransformError
+from ray_lance_stream.loaded import LoadedTransform, text_of
 from ray_lance_stream.plan import StreamPlan
 from ray_lance_stream.reader import ChunkInfo, ReadRequest
 from ray_lance_stream.replaced import WINDOW_POSITIONS, Replaced, stand_ins
 from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.take import attempt, take_rows
-from ray_lance_stream.transform import Stage, Transform, UserCall, name_of
+from ray_lance_stream.transform import Stage, name_of
 
 logger = logging.getLogger(__name__)
 
 KEPT_CHAINS = 8
 REMEDY = 'mend the row or the function, or pass on_transform_error="replace"'
-
-
-class LoadedTransform:
-    """A transform as this process calls it.
-
-    Raises:
-        TransformError: the constructor of a class failed.
-    """
-
-    def __init__(self, transform: Transform) -> None:
-        self.transform = transform
-        self.call: UserCall = pickle.loads(transform.call.get())
-        self._fn = self.call.fn
-        self._one_at_a_time: Any = nullcontext()
-        if transform.is_class:
-            self._one_at_a_time = threading.Lock()  # the threads of a reader share the instance
-            args, kwargs = _resolved(self.call.constructor_args, self.call.constructor_kwargs)
-            instance, failure = attempt(lambda: self.call.fn(*args, **kwargs))
-            if failure is not None:
-                raise TransformError(
-                    f"the constructor of {transform.name} failed: {_text(failure)}", failure
-                ) from failure
-            assert instance is not None
-            self._fn = instance
-        self._args, self._kwargs = _resolved(self.call.args, self.call.kwargs)
-
-    def __call__(self, rows: pa.Table) -> pa.Table:
-        """What the user's function makes of some rows.
-
-        Raises:
-            TransformError: another number of rows, no batch, or what is no error but would end the process.
-        """
-        name = self.transform.name
-        batch = to_batch(rows, self.transform.batch_format)
-        try:
-            with self._one_at_a_time:
-                result, failure = attempt(partial(self._fn, batch, *self._args, **self._kwargs))
-        except BaseException as error:
-            raise TransformError(
-                f"{name} raised {_text(error)}, which is no error; raise an Exception", error
-            ) from error
-        if failure is not None:
-            raise failure
-        if not isinstance(result, Mapping | pa.Table | pd.DataFrame):
-            raise TransformError(
-                f"{name} must return a dict of arrays, a pyarrow.Table or a pandas.DataFrame, got {type(result).__name__}"
-            )
-        counts = {len(column) for column in result.values()} if isinstance(result, Mapping) else {len(result)}
-        if counts != {len(rows)}:
-            given = " and ".join(str(count) for count in sorted(counts or {0}))
-            raise TransformError(f"{name} must return as many rows as it is given, got {given} rows for {len(rows)}")
-        return from_batch(result)
 
 
 class Chain:
@@ -161,7 +107,11 @@ class _Step:
             hi = min(lo + size, len(self._table))
             output, failure = self._attempt(lo, hi)
             outputs += [output] if output is not None else self._mended(lo, hi, failure)
-        return concat_tables(outputs)
+        joined, failure = attempt(partial(concat_tables, outputs))
+        if joined is None:
+            text = f"{self._name} must return the same types for all rows, but its batches cannot be joined"
+            raise TransformError(f"{text}: {text_of(failure)}", failure) from failure
+        return joined
 
     def _attempt(self, lo: int, hi: int) -> tuple[pa.Table | None, BaseException | None]:
         """(output for the rows [lo, hi), None), or (None, what the function raised)."""
@@ -194,9 +144,7 @@ class _Step:
             assert output is not None
             outputs.append(output)
         if failure is not None:
-            text = (
-                f"{self._name} failed on {hi - lo} rows of {self._request}, but on none of them alone: {_text(failure)}"
-            )
+            text = f"{self._name} failed on {hi - lo} rows of {self._request}, but on none of them alone: {text_of(failure)}"
             if self._call.call.on_error == "raise":
                 raise TransformError(text, failure) from failure
             logger.warning("%s: %s", self._request.who, text)
@@ -209,7 +157,7 @@ class _Step:
             values = next(block_rows(self._table.slice(row, 1)))
             decided, wrong = attempt(partial(decision, failure, values))
             if wrong is not None or decided not in ("raise", "replace"):
-                what = _text(wrong) if wrong is not None else f"returned {decided!r}"
+                what = text_of(wrong) if wrong is not None else f"returned {decided!r}"
                 raise TransformError(
                     f'{name_of(decision)} must return "raise" or "replace" for {self._row_text(row)}, but: {what}',
                     wrong,
@@ -217,7 +165,7 @@ class _Step:
             decision = decided
         if decision == "raise":
             raise TransformError(
-                f"{self._name} failed on {self._row_text(row)}: {_text(failure)}; {REMEDY}", failure
+                f"{self._name} failed on {self._row_text(row)}: {text_of(failure)}; {REMEDY}", failure
             ) from failure
 
     # ---- which row of the table it is
@@ -284,16 +232,3 @@ class KeptChains:
 
 
 kept_chains = KeptChains()
-
-
-def _resolved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments, with the objects behind references, as Ray passes them."""
-
-    def value(given: Any) -> Any:
-        return ray.get(given) if isinstance(given, ray.ObjectRef) else given
-
-    return tuple(value(each) for each in args), {key: value(each) for key, each in kwargs.items()}
-
-
-def _text(failure: BaseException) -> str:
-    return f"{type(failure).__name__}: {failure}"

@@ -171,6 +171,10 @@ class ChunkLine:
         self._readers = readers
         self._stages = stages
 
+    def __str__(self) -> str:
+        """For messages, after the words for a chunk."""
+        return "".join(f", then {held.stage}" for held in self._stages)
+
     def send(self, request: ReadRequest) -> Sent:
         """Start a chunk; may take as long as a process takes to start."""
         reader, block_ref, info_ref = self._readers.send(request)

@@ -27,6 +27,7 @@ OWN_OPTIONS = (
     "num_returns",
     "retry_exceptions",
 )
+RESOURCES = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector")
 
 OnError = Literal["raise", "replace"] | Callable[[BaseException, dict[str, Any]], str]
 
@@ -79,7 +80,8 @@ class Processes:
     options: Mapping[str, Any]
 
     def __str__(self) -> str:
-        wishes = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        """What they ask of the cluster; not all options, which may hold secrets (environment variables)."""
+        wishes = ", ".join(f"{key}={self.options[key]!r}" for key in RESOURCES if key in self.options)
         return f"concurrency={self.concurrency}, {wishes} each"
 
 

@@ -266,7 +266,8 @@ class ReadWindow:
             return
         if read.attempts >= MAX_ATTEMPTS:
             raise ReadError(
-                f"cannot read {read.request}: lost {read.attempts} times, at last to {type(error).__name__}: {error}"
+                f"cannot read {read.request}{self._line}: lost {read.attempts} times, at last to {type(error).__name__}: "
+                f"{error}"
             ) from None
         logger.warning(
             "read lost (attempt %d of %d), sent again: %s (%s)",

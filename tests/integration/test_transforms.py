@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import time
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import ray.train
 from ray.train import RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_lance_stream import IterationError, LanceStream, StreamShard, TransformError, lance_stream, window
+from ray_lance_stream import IterationError, LanceStream, ReadError, StreamShard, TransformError, lance_stream, window
 from ray_lance_stream.splits import split_block
+from ray_lance_stream.testing import assert_elastic
 from tests.integration.conftest import Shards, flat, ids_of
 from tests.support import Oracle, make_table, scan_ids
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.timeout(180)
 
 NUM_SPLITS = 12
 R = 40
+INFLATED_BYTES = 8192
 CHUNKS = {"num_splits": NUM_SPLITS, "read_batch_size": 4}
 
 
@@ -85,7 +87,7 @@ def most_at_once(begun: np.ndarray, ended: np.ndarray) -> int:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_and_order_are_those_of_the_stream_without_transforms(shards: Shards, table, oracle, way):
-    """For each number of workers, with never more than two processes at once, or one for each of them."""
+    """For each number of workers; with never more than two processes at once, and with two once both have started."""
     mapped = WAYS[way](shards.stream(table, **CHUNKS))
     calls = way.count(" and ") * 2 + 1
     for world in (1, 2, 3):
@@ -94,19 +96,13 @@ def test_rows_and_order_are_those_of_the_stream_without_transforms(shards: Shard
             ids, values, begun, ended = columns_of(shard, "id", "value", "begun", "ended")
             assert np.array_equal(ids.reshape(R, block.size), oracle[:, block.lo : block.hi])
             assert np.array_equal(values, 3 * ids + 1 + calls)
-            if "the readers" not in way:
-                assert most_at_once(begun, ended) <= (2 if world == 1 else 1)
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if "the readers" not in way])
-def test_two_processes_work_at_once(shards: Shards, table, way):
-    """As soon as both have started; the passes before that do with one."""
-    shard = shards.of(WAYS[way](shards.stream(table, **CHUNKS)))
-    until_s, most = time.monotonic() + 30, 0
-    while most < 2:
-        assert time.monotonic() < until_s
-        most = most_at_once(*columns_of(shard, "begun", "ended"))
-    assert most == 2
+            if "the readers" in way:
+                continue
+            share = 2 if world == 1 else 1
+            until_s, most = time.monotonic() + 30, most_at_once(begun, ended)
+            while most < share and time.monotonic() < until_s:
+                most = most_at_once(*columns_of(shard, "begun", "ended"))
+            assert most == share
 
 
 def test_the_schema_is_that_of_the_batches(shards: Shards, table):
@@ -117,6 +113,26 @@ def test_the_schema_is_that_of_the_batches(shards: Shards, table):
     batch = next(iter(shard.iter_batches(batch_size=12)))
     assert batch["half"].dtype == np.float64
     assert batch["vec"].shape == (12, 4)
+
+
+def inflated(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"id": batch["id"], "image": np.zeros((len(batch["id"]), INFLATED_BYTES), np.uint8)}
+
+
+def test_the_byte_bound_holds_for_what_transforms_make(shards: Shards, table):
+    """Rows 200 times as large as the table's, which is all that is known when the first chunks are sent."""
+    bound = 1 << 20
+    stream = shards.stream(table, num_splits=NUM_SPLITS, prefetch_bytes=bound)
+    shard = shards.of(stream.map_batches(inflated, concurrency=2))
+    most, batches = 0, shard.iter_batches(batch_size=NUM_SPLITS, prefetch_batches=1)
+    for batch in itertools.chain(batches, batches):
+        assert batch["image"].shape == (NUM_SPLITS, INFLATED_BYTES)
+        if shard._pass is not None:
+            read = shard._pass._window
+            most = max(most, read._last_span.end_row - read._received_rows)
+        time.sleep(0.01)
+    chunk = bound // (shard._config.prefetch_chunks + 2)
+    assert bound / 2 < most * INFLATED_BYTES <= bound + chunk
 
 
 # ---- losses
@@ -158,6 +174,19 @@ def test_a_dead_actor_is_replaced_and_all_end_with_the_stream(pooled, oracle, ca
     while any(Path(f"/proc/{pid}").exists() for pid in set(pids)):
         assert time.monotonic() < until_s
         time.sleep(0.1)
+
+
+def test_a_function_that_kills_every_process_is_told(shards: Shards, table, monkeypatch):
+    monkeypatch.setattr(window, "MAX_ATTEMPTS", 2)
+    shard = shards.of(shards.stream(table, **CHUNKS).map_batches(die, concurrency=2))
+    with pytest.raises(
+        ReadError, match=r"cycles \[0, 4\) of .*, then die: lost 2 times, at last to WorkerCrashedError"
+    ):
+        flat(shard.iter_batches(batch_size=12))
+
+
+def die(batch: dict[str, Any]) -> dict[str, Any]:
+    os._exit(1)
 
 
 def die_once(batch: dict[str, Any], marker: str, at: int) -> dict[str, Any]:
@@ -220,9 +249,10 @@ def test_replaced_rows_are_the_same_on_every_world_and_after_a_resume(shards: Sh
         assert np.array_equal(np.concatenate(parts, axis=1), ids)
         told = "".join(shard.stats() for shard in group)
         assert told.count(" -> ") == told.count("stands in") + len(bad)
+    assert_elastic(stream, world_sizes=(1, 3), global_batch_size=48)
     first = shards.group(stream, 2)
     for shard in first:
-        assert len(list(islice(shard.iter_batches(batch_size=6), 18))) == 18
+        assert len(list(itertools.islice(shard.iter_batches(batch_size=6), 18))) == 18
     state = first[0].state_dict()
     assert state["samples_consumed_per_split"] == 18
     parts = [np.reshape(flat(s.iter_batches(batch_size=4)), (-1, 4)) for s in shards.group(stream, 3, state)]

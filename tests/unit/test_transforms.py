@@ -167,6 +167,14 @@ def test_what_breaks_the_rules_is_told_and_never_replaced(stream, fn, text, how)
     assert text in str(told.value)
 
 
+def test_batches_of_other_types_are_told(stream):
+    def mixed(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"x": batch["id"] if batch["id"][0] % 2 else [str(i) for i in batch["id"]]}
+
+    with pytest.raises(TransformError, match=r"mixed must return the same types for all rows.*int64 vs string"):
+        chunk(stream.map_batches(mixed, batch_size=1))
+
+
 class Panic(BaseException):
     """What Rust code raises."""
 
@@ -416,6 +424,9 @@ def test_processes_have_a_cpu_each_unless_said_otherwise(stream):
     assert options(concurrency=2) == {"num_cpus": 1}
     assert options(num_cpus=0.5, resources={"x": 1}) == {"num_cpus": 0.5, "resources": {"x": 1}}
     assert options(num_gpus=1, batch_size=4) == {"num_cpus": 1, "num_gpus": 1}
+    secret = stream.map_batches(drop_one, num_cpus=2, runtime_env={"env_vars": {"KEY": "hunter2"}})
+    assert str(secret._config.stages[0].processes) == "concurrency=None, num_cpus=2 each"
+    assert "hunter2" not in repr(secret)
     assert stream.map_batches(Offset, concurrency=(1, 3))._config.stages[0].processes.concurrency == 3
 
 
