@@ -70,6 +70,8 @@ class Sent:
 class StageTasks:
     """A stage of functions, of which a rank has at most its share at a time: a task waits for the one that many before.
 
+    For one pass: a task that fails takes along those that wait for it.
+
     Args:
         stage: what is run.
         at_a_time: tasks of this rank; None: one for each chunk in flight.
@@ -91,10 +93,6 @@ class StageTasks:
 
     def drop(self, lost: Worker | None) -> None:
         """A chunk was lost, and with it all tasks that wait for this one: count anew."""
-        self.clear()
-
-    def clear(self) -> None:
-        """Hold nothing."""
         with self._lock:
             self._last.clear()
 
@@ -196,7 +194,7 @@ class ChunkLine:
     def whom(self, sent: Sent) -> str:
         """Who has not answered yet, and what it asks for."""
         done = sent.steps_done()
-        if done == 0:
+        if not done or not self._stages:
             return "a reader"
         stage = self._stages[min(done, len(self._stages)) - 1].stage
         return f"transform {stage}, which is slow or waits for free resources ({stage.processes})"

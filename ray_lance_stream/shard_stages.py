@@ -31,13 +31,10 @@ class ShardStages:
     def __init__(self, stages: Sequence[Stage], name: str, rank: int, world_size: int, claim: Claim) -> None:
         self._who = f"stream {name!r}, rank {rank}"
         self._in_reader = next((stage for stage in stages if stage.processes is None), None)
-        self._processes: list[StageTasks | StageActors] = []
-        for stage in stages:
-            if stage.processes is None:
-                continue
-            numbers = share_of(stage, rank, world_size)
-            held = StageActors(stage, numbers, claim) if stage.is_pool else StageTasks(stage, len(numbers) or None)
-            self._processes.append(held)
+        self._shares = [(stage, share_of(stage, rank, world_size)) for stage in stages if stage.processes is not None]
+        self._actors = {
+            stage.key: StageActors(stage, numbers, claim) for stage, numbers in self._shares if stage.is_pool
+        }
         self._new_count = partial(ReplacedRows, stages, name, rank)
         self.replaced = self._new_count()
 
@@ -46,20 +43,27 @@ class ShardStages:
         self.replaced = replaced = self._new_count()
         sizer = ChunkSizer(config, walk.block.size, plan.row_bytes, walk.batch_size or walk.block.size)
         request = partial(self._request, plan, walk)
-        line = ChunkLine(readers, self._processes)
-        return ReadWindow(walk, request, line, sizer, config, lambda info: replaced.add(info.replaced))
+        return ReadWindow(walk, request, self._line(readers), sizer, config, lambda info: replaced.add(info.replaced))
 
     def schema(self, readers: ReaderPool, plan: ReadPlan, walk: EpochWalk) -> pa.Schema:
         """Columns and types of what the transforms make of a first cycle, which is read for it."""
         span = walk.next_span(None, 1)
         assert span is not None
-        sent = ChunkLine(readers, self._processes).send(self._request(plan, walk, span))
+        sent = self._line(readers).send(self._request(plan, walk, span))
         return ray.get(sent.block_ref).schema
 
     def clear(self) -> None:
         """Let all actors go."""
-        for held in self._processes:
-            held.clear()
+        for actors in self._actors.values():
+            actors.clear()
+
+    def _line(self, readers: ReaderPool) -> ChunkLine:
+        """The way of the chunks of one pass."""
+        stages = [
+            self._actors[stage.key] if stage.is_pool else StageTasks(stage, len(numbers) or None)
+            for stage, numbers in self._shares
+        ]
+        return ChunkLine(readers, stages)
 
     def _request(self, plan: ReadPlan, walk: EpochWalk, span: ChunkSpan) -> ReadRequest:
         return ReadRequest(plan, walk.start.epoch, walk.block, span, self._who, self._in_reader)

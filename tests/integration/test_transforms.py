@@ -19,7 +19,6 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ray_lance_stream import IterationError, LanceStream, ReadError, StreamShard, TransformError, lance_stream, window
 from ray_lance_stream.splits import split_block
-from ray_lance_stream.testing import assert_elastic
 from tests.integration.conftest import Shards, flat, ids_of
 from tests.support import Oracle, make_table, scan_ids
 
@@ -249,7 +248,6 @@ def test_replaced_rows_are_the_same_on_every_world_and_after_a_resume(shards: Sh
         assert np.array_equal(np.concatenate(parts, axis=1), ids)
         told = "".join(shard.stats() for shard in group)
         assert told.count(" -> ") == told.count("stands in") + len(bad)
-    assert_elastic(stream, world_sizes=(1, 3), global_batch_size=48)
     first = shards.group(stream, 2)
     for shard in first:
         assert len(list(itertools.islice(shard.iter_batches(batch_size=6), 18))) == 18
@@ -295,6 +293,20 @@ def test_the_error_names_row_rank_and_cause(shards: Shards, table, oracle, optio
         TransformError, match=f"stream 'train', rank 1: decode failed on row .*id={bad}.*: bad row {bad}"
     ):
         flat(second.iter_batches(batch_size=6))
+
+
+def decode_once_mended(batch: dict[str, Any], marker: str, bad: int) -> dict[str, Any]:
+    return batch if os.path.exists(marker) else decode(batch, [bad])
+
+
+def test_a_pass_after_a_failed_one_is_not_told_of_its_error(shards: Shards, table, oracle, tmp_path):
+    arguments = [str(tmp_path / "mended"), int(oracle[8, 0])]
+    shard = shards.of(shards.stream(table, **CHUNKS).map_batches(decode_once_mended, fn_args=arguments, concurrency=2))
+    with pytest.raises(TransformError, match="bad row"):
+        flat(shard.iter_batches(batch_size=12))
+    Path(arguments[0]).touch()
+    shard.set_epoch(0)
+    assert flat(shard.iter_batches(batch_size=12)) == oracle.reshape(-1).tolist()
 
 
 def count_loop(config: dict[str, Any]) -> None:

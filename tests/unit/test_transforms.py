@@ -171,7 +171,7 @@ def test_batches_of_other_types_are_told(stream):
     def mixed(batch: dict[str, Any]) -> dict[str, Any]:
         return {"x": batch["id"] if batch["id"][0] % 2 else [str(i) for i in batch["id"]]}
 
-    with pytest.raises(TransformError, match=r"mixed must return the same types for all rows.*int64 vs string"):
+    with pytest.raises(TransformError, match=r"mixed must return the same types for all rows.*incompatible types"):
         chunk(stream.map_batches(mixed, batch_size=1))
 
 
