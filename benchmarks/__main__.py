@@ -24,6 +24,7 @@ BENCHMARKS = {
     "planning": 240.0,
     "stall": 120.0,
     "memory": 180.0,
+    "transforms": 180.0,
 }
 WITHOUT_RAY = ("planning",)
 FORGIVEN_EXIT_S = 60.0

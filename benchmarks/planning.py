@@ -175,8 +175,8 @@ def _filter(uri: str, condition: str) -> dict[str, float]:
     assert matched is not None
     return {
         "plan_s": took_s,
-        "matches": len(matched.array()),
-        "kept_bytes": matched.array().nbytes,
+        "matches": len(matched.get()),
+        "kept_bytes": matched.get().nbytes,
         "peak_bytes": _resident_bytes("VmHWM") - base_bytes,
     }
 

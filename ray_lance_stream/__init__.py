@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         StateMismatchError,
         StreamError,
         TableError,
+        TransformError,
         VersionNotFoundError,
     )
     from ray_lance_stream.factory import lance_stream
@@ -35,6 +36,7 @@ _ERRORS = (
     "StateMismatchError",
     "StreamError",
     "TableError",
+    "TransformError",
     "VersionNotFoundError",
 )
 _HOME = {
@@ -56,6 +58,7 @@ __all__ = [
     "StreamError",
     "StreamShard",
     "TableError",
+    "TransformError",
     "VersionNotFoundError",
     "lance_stream",
     "merge_state_dicts",

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pyarrow as pa
 import ray
+from ray.data._internal.arrow_ops.transform_pyarrow import concat
 from ray.data._internal.block_batching.interfaces import Batch, BlockStageTimings, FinalizedBatch, ResolvedBlock
 from ray.data._internal.block_batching.iter_batches import DEFAULT_FORMAT_THREADPOOL_NUM_WORKERS, BatchIterator
 from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry, RefBundle
 from ray.data._internal.stats import DatasetStats, TimeSpan
 from ray.data._internal.tensor_extensions.arrow import ArrowTensorArray
-from ray.data.block import Block, BlockAccessor, BlockMetadata
+from ray.data.block import Block, BlockAccessor, BlockMetadata, BlockType
 from ray.data.collate_fn import _PinMemoryCollateFnWrapper
 from ray.data.iterator import _IterableFromIterator
 from ray.train.v2._internal.execution.context import get_train_context
@@ -32,6 +34,8 @@ __all__ = [
     "as_iterable",
     "attempt_key",
     "block_rows",
+    "concat_tables",
+    "from_batch",
     "in_train_worker",
     "local_mode_name",
     "ref_bundle",
@@ -54,6 +58,16 @@ def block_rows(block: Block) -> Iterator[dict[str, Any]]:
     """The rows of a block as `iter_rows` gives them."""
     accessor = BlockAccessor.for_block(BlockAccessor.batch_to_block(block))
     return accessor.iter_rows(public_row_format=True)
+
+
+def from_batch(batch: Any) -> pa.Table:
+    """A dict of arrays, a DataFrame or a table as Arrow."""
+    return BlockAccessor.batch_to_block(batch, BlockType.ARROW)
+
+
+def concat_tables(tables: list[pa.Table]) -> pa.Table:
+    """Tables one after the other, also where tensors differ in shape."""
+    return tables[0] if len(tables) == 1 else concat(tables, preserve_order=True)
 
 
 def unpinned(collate_fn: Any) -> Any:

@@ -70,6 +70,14 @@ class BatchSizeRule:
             )
         return size
 
+    def refuse_empty_epoch(self, rows: int, batch_size: int) -> None:
+        """Raises ConfigError for an epoch that has rows, but with `drop_last` no batch."""
+        if rows:
+            raise ConfigError(
+                f"an epoch must have at least one batch, but this rank has {rows} rows in it, fewer than batch_size="
+                f"{batch_size}, and drop_last=True drops them; use a smaller batch size, fewer workers or drop_last=False"
+            )
+
     def _asked(self, batch_size: Any) -> int:
         own = None
         if self.global_batch_size is not None:

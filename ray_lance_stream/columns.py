@@ -42,6 +42,13 @@ def with_tensor_columns(table: pa.Table) -> pa.Table:
     return table
 
 
+def to_batch(table: pa.Table, batch_format: str) -> Any:
+    """A table as a transform gets it: as `iter_batches` gives it, but tables are what they are."""
+    if batch_format == "pyarrow":
+        return table
+    return BlockAccessor.for_block(with_tensor_columns(table)).to_batch_format(batch_format)
+
+
 def batch_schema(schema: pa.Schema) -> pa.Schema:
     """The schema of batches from a table with this schema."""
     return with_tensor_columns(_empty(schema)).schema

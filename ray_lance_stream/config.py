@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
 import ray
@@ -16,29 +16,33 @@ from ray_lance_stream.splits import SplitGrid
 from ray_lance_stream.state import SkippedCycles, StreamIdentity, StreamState, join_skipped
 from ray_lance_stream.table import TableRef
 
+if TYPE_CHECKING:
+    from ray_lance_stream.transform import Stage
+
+T = TypeVar("T")
 DEFAULT_PREFETCH_BYTES = 128 * 2**20
 MAX_CHUNK_BYTES = 16 * 2**20
 MAX_CHUNK_ROWS = 262_144
 
 
-class SharedRows:
-    """Row offsets, int64 [N]: one copy a node. An array in its own process, an object store reference elsewhere."""
+class Shared(Generic[T]):
+    """A value, one copy a node: as it is in its own process, an object store reference elsewhere."""
 
-    def __init__(self, rows: np.ndarray | None, ref: ray.ObjectRef | None = None) -> None:
-        self._rows = rows
+    def __init__(self, value: T | None, ref: ray.ObjectRef | None = None) -> None:
+        self._value = value
         self._ref = ref
 
-    def array(self) -> np.ndarray:
-        """The rows, without a copy where they lie in this node's object store."""
-        if self._rows is None:
+    def get(self) -> T:
+        """The value; an array without a copy where it lies in this node's object store."""
+        if self._value is None:
             assert self._ref is not None
-            self._rows = ray.get(self._ref)
-        return self._rows
+            self._value = cast(T, ray.get(self._ref))
+        return self._value
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._ref is None and ray.is_initialized():
-            self._ref = ray.put(self._rows)
-        return SharedRows, (self._rows, None) if self._ref is None else (None, self._ref)
+            self._ref = ray.put(self._value)
+        return Shared, (self._value, None) if self._ref is None else (None, self._ref)
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class ReadPlan:
         order: the row order over the matched rows.
         num_splits: S; None: the world size, fixed when the stream is split.
         drop_remainder: see SplitGrid.
-        matched: offsets of the rows that match the filter; None without a filter.
+        matched: int64 [N], offsets of the rows that match the filter; None without a filter.
         row_bytes: estimated Arrow bytes of one row.
     """
 
@@ -62,7 +66,7 @@ class ReadPlan:
     order: Order
     num_splits: int | None
     drop_remainder: bool
-    matched: SharedRows | None = field(default=None, compare=False, repr=False)
+    matched: Shared[np.ndarray] | None = field(default=None, compare=False, repr=False)
     row_bytes: int = field(default=1, compare=False)
 
     @property
@@ -80,7 +84,7 @@ class ReadPlan:
 
     def resolve(self) -> StreamPlan:
         """The pure plan, with the matched rows at hand."""
-        return StreamPlan(self.order, self.grid, self.matched.array() if self.matched else None)
+        return StreamPlan(self.order, self.grid, self.matched.get() if self.matched else None)
 
     def identity(self, replicas: int) -> StreamIdentity:
         """What a state must agree with."""
@@ -121,6 +125,7 @@ class StreamConfig:
         resume_states: the states that `resume_from` holds, by stream name; "" stands for any name.
         replicas: consecutive ranks that share their rows.
         skipped: cycles that the user took out of an epoch.
+        stages: the transforms, in order; the first ones may run where chunks are read.
     """
 
     global_batch_size: int | None = None
@@ -134,6 +139,7 @@ class StreamConfig:
     resume_states: Mapping[str, StreamState] = field(default_factory=dict)
     replicas: int = 1
     skipped: SkippedCycles = ()
+    stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
         at_least("epoch", self.epoch, 0)

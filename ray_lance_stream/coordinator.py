@@ -12,16 +12,19 @@ import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from ray_lance_stream.config import ReadPlan
 from ray_lance_stream.planner import plan_table
 from ray_lance_stream.reader import start_reader
-from ray_lance_stream.shelf import Owner, Reader, ReaderShelf
+from ray_lance_stream.shelf import Owner, Reader, ReaderShelf, StageShelf, Worker
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.table import TableRef
+
+if TYPE_CHECKING:
+    from ray_lance_stream.transform import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +146,7 @@ class StreamCoordinator:
         self._plans: dict[ReadPlan, ReadPlan] = {}
         self._shelf = ReaderShelf(partial(start_reader, label, table), KEEP_READERS_S, time.monotonic)
         self._shelf.spare(ray.get_runtime_context().get_node_id(), KEEP_SPARE_S)
+        self._stages = StageShelf(_start_stage_worker, KEEP_READERS_S, time.monotonic)
         threading.Thread(target=self._sweep, name="sweep readers", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -163,17 +167,24 @@ class StreamCoordinator:
         with self._lock:
             return self._shelf.claim(owner, node_id, fresh=fresh)
 
+    def stage_worker(self, owner: Owner, stage: Stage, lost: Worker | None) -> Worker:
+        """See StageShelf.claim; held as readers are."""
+        with self._lock:
+            return self._stages.claim(owner, stage, lost)
+
     @ray.method(max_task_retries=0)
     def release(self, attempt_id: str, rank: int) -> None:
-        """See ReaderShelf.release."""
+        """See ReaderShelf.release and StageShelf.release."""
         with self._lock:
             self._shelf.release(attempt_id, rank)
+            self._stages.release(attempt_id, rank)
 
     def _sweep(self) -> None:
         while True:
             time.sleep(KEEP_READERS_S / 4)
             with self._lock:
                 self._shelf.sweep()
+                self._stages.sweep()
 
     def plan_at(self, plan: ReadPlan, version: int) -> ReadPlan:
         """The plan of the same stream at another table version; computed once.
@@ -199,6 +210,7 @@ class StreamCoordinator:
         with self._lock:
             self._book.record(attempt, rank, progress)
             self._shelf.touch(attempt.attempt_id, rank)
+            self._stages.touch(attempt.attempt_id, rank)
 
     def snapshot(self, run: str | None) -> tuple[list[str], dict[int, RankProgress]]:
         """(names of the runs, ranks of `run`, or of the only run)."""
@@ -206,6 +218,12 @@ class StreamCoordinator:
             runs = self._book.runs()
             name = run if run is not None else (runs[0] if len(runs) == 1 else None)
             return runs, self._book.snapshot(name) if name is not None else {}
+
+
+def _start_stage_worker(stage: Stage) -> Worker:
+    from ray_lance_stream.stage_worker import start_stage_worker  # imports ray.data, which most streams do without
+
+    return start_stage_worker(stage)
 
 
 def start_coordinator(label: str, table: TableRef) -> ray.actor.ActorHandle:

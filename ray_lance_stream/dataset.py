@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -11,13 +11,16 @@ from ray.data import DataContext, Dataset
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
+from ray_lance_stream._ray_data import concat_tables
 from ray_lance_stream.config import MAX_CHUNK_ROWS, ReadPlan, StreamConfig, at_least
 from ray_lance_stream.cursor import ChunkSpan, CycleRange, EpochWalk, Position, cycles_in, part
+from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.plan import StreamPlan
 from ray_lance_stream.reader import ReadRequest, read_chunk
 from ray_lance_stream.source import projected_schema
 from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.state import skipped_in
+from ray_lance_stream.transform import Stage
 
 # Ray Data keeps an object per read task and looks at each of them several times before the first one runs.
 MAX_READ_TASKS = 1000
@@ -49,8 +52,21 @@ def epoch_source(
     plan.table.open(fresh=True)  # one that this process has open still answers when its version is gone
     walk = EpochWalk(grid, SplitBlock(0, grid.num_splits), Position(epoch), skipped_in(config.skipped, epoch))
     chunk_cycles = cycles_per_chunk(plan, step_cycles, config.chunk_bytes, context.target_max_block_size)
-    schema = projected_schema(plan.table, list(plan.columns))
-    return LanceStreamDatasource(EpochPart(plan, epoch, walk.ranges, chunk_cycles), step_cycles, schema)
+    schema = None if config.stages else projected_schema(plan.table, list(plan.columns))
+    whole = EpochPart(plan, epoch, walk.ranges, chunk_cycles, _in_read_tasks(config.stages))
+    return LanceStreamDatasource(whole, step_cycles, schema)
+
+
+def _in_read_tasks(stages: Sequence[Stage]) -> Stage | None:
+    """All transforms, as one stage where the rows are read."""
+    for stage in stages:
+        if stage.processes is not None and stage.processes.options.get("num_gpus"):
+            raise ConfigError(
+                f"to_dataset() runs transforms in read tasks, which have no GPU, but {stage} asks for one: call to_dataset() "
+                "on the stream without it, and map_batches on the dataset"
+            )
+    transforms = tuple(each for stage in stages for each in stage.transforms)
+    return Stage(transforms, None) if transforms else None
 
 
 def cycles_per_chunk(plan: ReadPlan, step_cycles: int, chunk_bytes: int, target_bytes: int | None) -> int:
@@ -90,12 +106,14 @@ class EpochPart:
         epoch: from 0.
         ranges: the cycles, ascending and disjoint.
         chunk_cycles: cycles of one read.
+        stage: the transforms, if any.
     """
 
     plan: ReadPlan
     epoch: int
     ranges: tuple[CycleRange, ...]
     chunk_cycles: int
+    stage: Stage | None = None
 
     @property
     def block(self) -> SplitBlock:
@@ -124,8 +142,10 @@ class EpochPart:
         for lo, hi in ranges:
             rows = plan.grid.block_rows(self.block, lo, hi)
             span = ChunkSpan(lo, hi, skip_rows=0, num_rows=rows, end_row=rows)
-            tables.append(read_chunk(ReadRequest(self.plan, self.epoch, self.block, span), plan))
-        return pa.concat_tables(tables)
+            request = ReadRequest(self.plan, self.epoch, self.block, span, "to_dataset()", self.stage)
+            table, _ = read_chunk(request, plan)
+            tables.append(table)
+        return concat_tables(tables)
 
 
 class LanceStreamDatasource(Datasource):
@@ -136,10 +156,10 @@ class LanceStreamDatasource(Datasource):
     Args:
         epoch: what is read.
         step_cycles: m, cycles of one step; no task ends within a step.
-        schema: of what is read.
+        schema: of what is read; None: not known, as with transforms.
     """
 
-    def __init__(self, epoch: EpochPart, step_cycles: int, schema: pa.Schema) -> None:
+    def __init__(self, epoch: EpochPart, step_cycles: int, schema: pa.Schema | None) -> None:
         super().__init__()
         self._epoch = epoch
         self._step_cycles = step_cycles

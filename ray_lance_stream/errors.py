@@ -6,6 +6,7 @@ Ray actor and shown on the driver. Messages never hold storage options.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 
@@ -27,6 +28,31 @@ class VersionNotFoundError(TableError):
 
 class ReadError(StreamError, RuntimeError):
     """Rows could not be read, after the allowed number of attempts."""
+
+
+class TransformError(StreamError, RuntimeError):
+    """A function of `map_batches` failed on a row, or broke the rules for what it returns.
+
+    Args:
+        text: what failed, on which row and rank, and why.
+        cause: what the function raised; goes along to other processes if it can be pickled.
+    """
+
+    def __init__(self, text: str, cause: BaseException | None = None) -> None:
+        cause = cause if cause is None or _can_be_pickled(cause) else None
+        super().__init__(text, cause)
+        self.__cause__ = cause
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def _can_be_pickled(error: BaseException) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True
 
 
 class IterationError(StreamError, RuntimeError):

@@ -12,9 +12,10 @@ from ray_lance_stream import train
 from ray_lance_stream.config import ReadPlan
 from ray_lance_stream.coordinator import Attempt, RankProgress, StepSize
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.shelf import Owner, Reader
+from ray_lance_stream.shelf import Owner, Reader, Worker
 from ray_lance_stream.splits import SplitBlock, cycles_per_batch
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.transform import Stage
 
 TELL_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 60.0
@@ -53,8 +54,12 @@ class CoordinatorLink:
         """
         return self._ask("reader", self._owner(slot), ray.get_runtime_context().get_node_id(), fresh)
 
+    def stage_worker(self, stage: Stage, number: int, lost: Worker | None) -> Worker:
+        """The actor of a stage with a number; another one than `lost`, which has died."""
+        return self._ask("stage_worker", self._owner(number), stage, lost)
+
     def release_readers(self) -> None:
-        """This shard needs no readers any more; waits for nothing."""
+        """This shard needs no readers and no actors of stages any more; waits for nothing."""
         if ray.is_initialized():
             self._coordinator.release.remote(self._attempt.attempt_id, self._rank)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from ray_lance_stream.config import ReadPlan, SharedRows
+from ray_lance_stream.config import ReadPlan, Shared
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.source import count_rows, match_rows, sample_row_bytes
 
@@ -28,7 +28,7 @@ def plan_table(plan: ReadPlan) -> ReadPlan:
         num_rows = count_rows(table)
     else:
         rows = match_rows(table, plan.filter)
-        num_rows, matched = len(rows), SharedRows(rows)
+        num_rows, matched = len(rows), Shared(rows)
     if num_rows == 0:
         raise ConfigError(
             f"a stream needs at least one row, but {where} has none"

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -23,6 +24,10 @@ from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.table import TableRef
 from ray_lance_stream.take import take_rows
 
+if TYPE_CHECKING:
+    from ray_lance_stream.replaced import Replaced
+    from ray_lance_stream.transform import Stage
+
 logger = logging.getLogger(__name__)
 
 READS_AT_A_TIME = 4
@@ -31,12 +36,20 @@ KEPT_PLANS = 4
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """One chunk: the cycles of `span` of a split block in one epoch."""
+    """One chunk: the cycles of `span` of a split block in one epoch.
+
+    Attributes:
+        plan, epoch, block, span: which rows.
+        who: stream and rank, for messages of transforms.
+        stage: the transforms that run where the chunk is read, if any.
+    """
 
     plan: ReadPlan
     epoch: int
     block: SplitBlock
     span: ChunkSpan
+    who: str = ""
+    stage: Stage | None = None
 
     def __str__(self) -> str:
         return (
@@ -44,31 +57,62 @@ class ReadRequest:
             f"{self.span.stop}) of {self.plan.table.identity} version {self.plan.table.version}"
         )
 
+    def rows(self, plan: StreamPlan) -> np.ndarray:
+        """int64 [rows]: offsets in the table of the rows of the chunk, in the order of delivery."""
+        rows = plan.rows(self.epoch, self.block, self.span.start, self.span.stop)
+        return rows[self.span.skip_rows : self.span.skip_rows + self.span.num_rows]
+
+    def place(self, plan: StreamPlan, row: int) -> tuple[int, int]:
+        """(split, position) of a row of the chunk; the rows of the short last cycle have the position after the last."""
+        index = plan.order_index(self.block, self.span.start, self.span.stop)[self.span.skip_rows + row]
+        per_split = plan.grid.rows_per_split
+        split, position = divmod(int(index), per_split)
+        over = int(index) - per_split * plan.grid.num_splits
+        return (split, position) if over < 0 else (over, per_split)
+
+    def take(self, rows: np.ndarray) -> pa.Table:
+        """Rows of the table by their offsets."""
+        table = self.plan.table
+        return take_rows(table.open(), rows, list(self.plan.columns), table.open_uring)
+
 
 @dataclass(frozen=True)
 class ChunkInfo:
-    """What the window needs to know of a chunk without fetching it."""
+    """What the window needs to know of a chunk without fetching it.
+
+    Attributes:
+        num_rows: rows.
+        size_bytes: Arrow bytes.
+        largest_bytes: the most Arrow bytes that it had on its way through the transforms.
+        replaced: rows that others stand in for.
+    """
 
     num_rows: int
     size_bytes: int
+    largest_bytes: int
+    replaced: tuple[Replaced, ...] = ()
 
 
-def read_chunk(request: ReadRequest, plan: StreamPlan) -> pa.Table:
-    """The rows of one chunk, in the order of delivery.
+def read_chunk(request: ReadRequest, plan: StreamPlan) -> tuple[pa.Table, ChunkInfo]:
+    """The rows of one chunk, in the order of delivery, as the transforms make them that run where it is read.
 
     Raises:
+        TransformError: one of these failed.
         ReadError: the rows cannot be read; every failure is an Exception, since a BaseException (a Lance panic) would end
             Ray's threads in silence.
     """
-    span, table = request.span, request.plan.table
     try:
-        rows = plan.rows(request.epoch, request.block, span.start, span.stop)
-        rows = rows[span.skip_rows : span.skip_rows + span.num_rows]
-        return take_rows(table.open(), rows, list(request.plan.columns), table.open_uring)
-    except (StreamError, KeyboardInterrupt, SystemExit):
+        table = request.take(request.rows(plan))
+        info = ChunkInfo(table.num_rows, table.nbytes, table.nbytes)
+        if request.stage is not None:
+            from ray_lance_stream.chain import kept_chains  # imports ray.data
+
+            table, info = kept_chains.of(request.stage).run(table, info, request)
+    except (StreamError, ray.exceptions.RayError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         raise ReadError(f"cannot read {request}: {type(error).__name__}: {error}") from None
+    return table, info
 
 
 class SplitReader:
@@ -95,8 +139,7 @@ class SplitReader:
     @ray.method(num_returns=2)
     def read(self, request: ReadRequest) -> tuple[pa.Table, ChunkInfo]:
         """Read one chunk; errors as `read_chunk`."""
-        table = read_chunk(request, self._resolved(request.plan))
-        return table, ChunkInfo(table.num_rows, table.nbytes)
+        return read_chunk(request, self._resolved(request.plan))
 
     def _resolved(self, plan: ReadPlan) -> StreamPlan:
         resolved = self._plans.get(plan)

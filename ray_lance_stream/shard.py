@@ -15,19 +15,20 @@ from ray_lance_stream.batching import BATCH_SIZE_OF_STREAM, BatchSizeRule, Strea
 from ray_lance_stream.columns import batch_schema
 from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.coordinator import Attempt
-from ray_lance_stream.cursor import ChunkSpan, Cursor, EpochWalk, Position
+from ray_lance_stream.cursor import Cursor, EpochWalk, Position
 from ray_lance_stream.epoch_pass import EpochPass
-from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.line import with_chunks_for_stages
 from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.pool import ReaderPool
-from ray_lance_stream.reader import ReadRequest
 from ray_lance_stream.restore import StreamPosition
+from ray_lance_stream.shard_stages import ShardStages
 from ray_lance_stream.source import projected_schema
 from ray_lance_stream.splits import RankShare
 from ray_lance_stream.state import StreamState, skipped_in
-from ray_lance_stream.window import ChunkSizer, ReadWindow
+from ray_lance_stream.window import ReadWindow
 
-RUNTIME = ("_position", "_pass", "_stats", "_link", "_pool", "_batch_rule")  # what does not travel to a worker
+# What does not travel to a worker.
+RUNTIME = ("_position", "_pass", "_stats", "_link", "_pool", "_stages", "_batch_rule")
 
 
 class StreamShard(StreamSizedIterator):
@@ -60,7 +61,7 @@ class StreamShard(StreamSizedIterator):
         self.name = name
         self.world_rank = rank
         self._plan = plan.with_splits(attempt.world_size // config.replicas)
-        self._config = config
+        self._config = with_chunks_for_stages(config, attempt.world_size)
         self._coordinator = coordinator
         self._attempt = attempt
         self._context = context.copy()
@@ -73,8 +74,9 @@ class StreamShard(StreamSizedIterator):
         self._stats = DatasetStats(metadata={}, parent=None)
         self._link = CoordinatorLink(self.name, self._coordinator, self._attempt, self.world_rank)
         self._pool = ReaderPool(self._config.readers_per_worker, self._link.reader)
-        world_size = self._attempt.world_size // self._config.replicas
-        self._position = StreamPosition(self.name, self._plan, self._config, world_size, self._link)
+        world = self._attempt.world_size
+        self._stages = ShardStages(self._config.stages, self.name, self.world_rank, world, self._link.stage_worker)
+        self._position = StreamPosition(self.name, self._plan, self._config, world // self._config.replicas, self._link)
         self._batch_rule = BatchSizeRule(self._share, self._config.global_batch_size)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -163,12 +165,8 @@ class StreamShard(StreamSizedIterator):
         cursor = self._restore()
         if batch_size is not None:
             start = cursor.next_start
-            rows = self._walk(start).num_rows
-            if rows and start.cycle == 0 and not self._walk(start, batch_size, drop_last).num_rows:
-                raise ConfigError(
-                    f"an epoch must have at least one batch, but this rank has {rows} rows in it, fewer than batch_size="
-                    f"{batch_size}, and drop_last=True drops them; use a smaller batch size, fewer workers or drop_last=False"
-                )
+            if start.cycle == 0 and not self._walk(start, batch_size, drop_last).num_rows:
+                self._batch_rule.refuse_empty_epoch(self._walk(start).num_rows, batch_size)
         return EpochPass(self, batch_size, drop_last)
 
     def _walk(self, start: Position, batch_size: int | None = None, drop_last: bool = False) -> EpochWalk:
@@ -178,13 +176,7 @@ class StreamShard(StreamSizedIterator):
     # ---- called by a pass
 
     def _new_window(self, walk: EpochWalk) -> ReadWindow:
-        plan = self._position.plan
-
-        def make_request(span: ChunkSpan) -> ReadRequest:
-            return ReadRequest(plan, walk.start.epoch, walk.block, span)
-
-        sizer = ChunkSizer(self._config, walk.block.size, plan.row_bytes, walk.batch_size or walk.block.size)
-        return ReadWindow(walk, make_request, self._pool, sizer, self._config)
+        return self._stages.new_window(self._pool, self._position.plan, walk, self._config)
 
     def _begin_pass(self, new: EpochPass) -> EpochWalk:
         """End the pass before, move to where the next one starts and return its walk."""
@@ -279,16 +271,20 @@ class StreamShard(StreamSizedIterator):
         if self._pass is not None:
             self._end_pass(self._pass)
         self._pool.clear()
+        self._stages.clear()
         self._link.release_readers()
 
     def schema(self) -> Schema:
-        """Columns and types of the batches."""
+        """Columns and types of the batches; with transforms, those of a first cycle that is read for it."""
+        if self._config.stages:
+            walk = self._walk(Position(self.epoch))
+            return Schema(self._stages.schema(self._pool, self._position.plan, walk))
         plan = self._position.plan
         return Schema(batch_schema(projected_schema(plan.table, list(plan.columns))))
 
     def stats(self) -> str:
-        """Time spent waiting, fetching and converting, in Ray Data's words."""
-        return self._stats.to_summary().to_string()
+        """Time spent waiting, fetching and converting, in Ray Data's words; rows that transforms replaced in this pass."""
+        return self._stats.to_summary().to_string() + str(self._stages.replaced)
 
     def get_context(self) -> DataContext:
         """The Ray Data context of the batches."""

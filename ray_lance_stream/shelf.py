@@ -1,15 +1,19 @@
-"""ReaderShelf: the readers that the coordinator knows, so that a new worker group need not start its own.
+"""The readers and the actors of stages that the coordinator knows, so that a new worker group need not start its own.
 
-Readers keep no position, so any of them can serve any rank. Pure: how a reader is started and what time it is are given.
+They keep no position, so any of them can serve any rank. Pure: how they are started and what time it is are given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray_lance_stream.transform import Stage
 
 Reader = Any  # an actor handle, a handle of nothing in tests
+Worker = Any  # so is this: an actor of a stage
 
 
 @dataclass(frozen=True)
@@ -129,3 +133,64 @@ def _idle_for(kept: _Kept, owner: Owner) -> bool:
     if kept.owner is None:
         return True
     return kept.owner.run == owner.run != "" and kept.owner.attempt_id != owner.attempt_id
+
+
+@dataclass
+class _Staffed:
+    worker: Worker
+    told_s: dict[tuple[str, int], float] = field(default_factory=dict)  # (attempt, rank) -> last word of who uses it
+
+
+class StageShelf:
+    """The actors of stages by stage and number, shared by the ranks that claim the same number.
+
+    One that nobody has used for `keep_s` is forgotten; the shards that hold it keep it alive, as a reader.
+
+    Args:
+        start: starts an actor of a stage.
+        keep_s: seconds.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, start: Callable[[Stage], Worker], keep_s: float, clock: Callable[[], float]) -> None:
+        self._start = start
+        self._keep_s = keep_s
+        self._clock = clock
+        self._kept: dict[tuple[str, int], _Staffed] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def claim(self, owner: Owner, stage: Stage, lost: Worker | None) -> Worker:
+        """The actor of a stage with the number `owner.slot`.
+
+        Args:
+            owner: who asks.
+            stage: what it runs.
+            lost: the actor of that number that has died, so that the first rank that notices has another one started.
+        """
+        key = (stage.key, owner.slot)
+        found = self._kept.get(key)
+        if found is None or found.worker == lost:
+            found = self._kept[key] = _Staffed(self._start(stage))
+        found.told_s[owner.attempt_id, owner.rank] = self._clock()
+        return found.worker
+
+    def release(self, attempt_id: str, rank: int) -> None:
+        """A shard was closed: it uses none any more."""
+        for staffed in self._kept.values():
+            staffed.told_s.pop((attempt_id, rank), None)
+        self.sweep()
+
+    def touch(self, attempt_id: str, rank: int) -> None:
+        """A rank is alive."""
+        for staffed in self._kept.values():
+            if (attempt_id, rank) in staffed.told_s:
+                staffed.told_s[attempt_id, rank] = self._clock()
+
+    def sweep(self) -> None:
+        """Forget the actors whose users have long been silent."""
+        now_s = self._clock()
+        self._kept = {
+            key: each for key, each in self._kept.items() if any(now_s - s < self._keep_s for s in each.told_s.values())
+        }

@@ -21,6 +21,7 @@ from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.splits import data_rank, split_block
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.transformable import Transformable
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ SHARD_METHODS = (
 )
 
 
-class LanceStream:
+class LanceStream(Transformable):
     """A Lance table as a stream for `TorchTrainer(datasets={"train": stream})`. Made by `lance_stream`.
 
     Besides what Ray Train needs, it iterates itself, as one worker that owns every split: in local mode
@@ -62,9 +63,11 @@ class LanceStream:
         self._local: StreamShard | None = None
 
     def __repr__(self) -> str:
+        stages = " -> ".join(str(stage) for stage in self._config.stages)
+        transforms = f", transforms={stages}" if stages else ""
         return (
             f"LanceStream(name={self.name!r}, table={self._plan.table.identity!r}, version={self._plan.table.version}, "
-            f"rows={self._plan.order.num_rows}, num_splits={self._plan.num_splits})"
+            f"rows={self._plan.order.num_rows}, num_splits={self._plan.num_splits}{transforms})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -186,9 +189,7 @@ class LanceStream:
             ConfigError: no such steps, or no global batch size.
         """
         entries = explain.skip_entries(self._plan, self._config, epoch, steps, global_batch_size)
-        skipping = LanceStream(self._plan, self._config.with_skipped(entries), self.context.copy())
-        skipping.name = self.name
-        return skipping
+        return self._with(self._config.with_skipped(entries))
 
     def to_dataset(self, epoch: int = 0, global_batch_size: int | None = None) -> Dataset:
         """One epoch as a `ray.data.Dataset`: the rows that training sees, in the order of one worker. Lazy.
@@ -256,6 +257,12 @@ class LanceStream:
             self._coordinator = None
 
     # ---- inside
+
+    def _with(self, config: StreamConfig) -> LanceStream:
+        """This stream, delivered in another way; has a coordinator of its own."""
+        other = LanceStream(self._plan, config, self.context.copy())
+        other.name = self.name
+        return other
 
     def _coordinator_handle(self) -> ray.actor.ActorHandle:
         with _starting:

@@ -16,7 +16,7 @@ import ray
 from ray_lance_stream.config import MAX_CHUNK_ROWS, StreamConfig
 from ray_lance_stream.cursor import ChunkSpan, EpochWalk
 from ray_lance_stream.errors import ReadError
-from ray_lance_stream.pool import ReaderPool
+from ray_lance_stream.line import DIED, ChunkLine, Sent
 from ray_lance_stream.reader import ChunkInfo, ReadRequest
 
 logger = logging.getLogger(__name__)
@@ -25,9 +25,8 @@ MAX_ATTEMPTS = 4
 POLL_S = 0.1
 TELL_STALLED_S = 30.0
 STALLED_S = 240.0  # less than the 600 s after which a collective of the other ranks gives up
-READER_DIED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 LOST = (
-    *READER_DIED,
+    *DIED,
     ray.exceptions.ObjectLostError,
     ray.exceptions.WorkerCrashedError,
     ray.exceptions.NodeDiedError,
@@ -76,7 +75,7 @@ class ChunkSizer:
     def seen(self, info: ChunkInfo) -> None:
         """Learn from a chunk that came."""
         if info.num_rows:
-            seen = -(-info.size_bytes * self._block_size // info.num_rows)
+            seen = -(-info.largest_bytes * self._block_size // info.num_rows)
             self._cycle_bytes = max(self._cycle_bytes if self._measured else 1, seen)
             self._measured = True
 
@@ -84,9 +83,7 @@ class ChunkSizer:
 @dataclass
 class _Read:
     request: ReadRequest
-    reader: ray.actor.ActorHandle
-    block_ref: ray.ObjectRef
-    info_ref: ray.ObjectRef
+    sent: Sent
     attempts: int = 1
 
 
@@ -104,24 +101,27 @@ class ReadWindow:
     Args:
         walk: the pass.
         make_request: the read of a span.
-        pool: readers.
+        line: reads and transforms.
         sizer: chunk sizes.
         config: bounds.
+        note: told of each chunk that came; what it raises ends the pass.
     """
 
     def __init__(
         self,
         walk: EpochWalk,
         make_request: Callable[[ChunkSpan], ReadRequest],
-        pool: ReaderPool,
+        line: ChunkLine,
         sizer: ChunkSizer,
         config: StreamConfig,
+        note: Callable[[ChunkInfo], None],
     ) -> None:
         self._walk = walk
         self._make_request = make_request
-        self._pool = pool
+        self._line = line
         self._sizer = sizer
         self._config = config
+        self._note = note
         # Reentrant: the garbage collector may end an iterator, and with it close this window, wherever it likes.
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -142,16 +142,18 @@ class ReadWindow:
                 raise StopIteration
             read = self._reads[0]
         info = self._wait(read)
+        if info is not None:
+            self._note(info)
         with self._lock:
             if info is None or self._closed.is_set():
                 raise StopIteration
             self._reads.popleft()
             self._sizer.seen(info)
             self._handed.append((read.request.span.end_row, info.size_bytes))
-            self._given[read.block_ref] = read
+            self._given[read.sent.block_ref] = read
         self._fill(needed=False)
         self._tell_overshoot()
-        return read.block_ref, info
+        return read.sent.block_ref, info
 
     def held_bytes(self) -> int:
         """Bytes in flight, and of chunks that the loop has not received whole; estimated where not yet known."""
@@ -175,7 +177,7 @@ class ReadWindow:
             read = self._given.pop(ref, None)
         while read is not None:
             try:
-                return ray.get(read.block_ref), read.request
+                return ray.get(read.sent.block_ref), read.request
             except LOST as error:
                 self._again(read, error)
             if self._wait(read) is None:
@@ -194,10 +196,10 @@ class ReadWindow:
         """Send reads until a bound is reached; with `needed` one in any case."""
         while (span := self._next_span(needed)) is not None:
             request = self._make_request(span)
-            sent = self._pool.send(request)  # may take as long as a reader takes to start
+            sent = self._line.send(request)  # may take as long as a reader takes to start
             with self._lock:
                 if not self._closed.is_set():
-                    self._reads.append(_Read(request, *sent))
+                    self._reads.append(_Read(request, sent))
 
     def _next_span(self, needed: bool) -> ChunkSpan | None:
         with self._lock:
@@ -229,9 +231,9 @@ class ReadWindow:
         )
 
     def _wait(self, read: _Read) -> ChunkInfo | None:
-        """What is known of a chunk once it has been read; None if the window was closed before."""
+        """What is known of a chunk once it is there; None if the window was closed before."""
         sent_s = told_s = time.monotonic()
-        answer = read.info_ref.future()
+        answer = read.sent.info_ref.future()
         while not self._closed.is_set():
             # Not ray.wait: a thread that calls Ray after another one has shut it down takes the process along.
             done, _ = concurrent.futures.wait([answer], timeout=POLL_S)
@@ -239,31 +241,33 @@ class ReadWindow:
                 break
             try:
                 if done:
-                    return ray.get(read.info_ref)
+                    return ray.get(read.sent.info_ref)
                 now_s = time.monotonic()
-                if now_s - sent_s > STALLED_S:
+                if now_s - sent_s > STALLED_S and not read.sent.steps_done():
                     # A call that hangs in a threaded actor cannot be cancelled. The reads of a killed reader are lost.
                     logger.warning("reader ended, no answer for %.0f s: %s", now_s - sent_s, read.request)
-                    ray.kill(read.reader)
+                    ray.kill(read.sent.reader)
                     sent_s = told_s = now_s
                 elif now_s - told_s > TELL_STALLED_S:
-                    logger.warning("still waiting after %.0f s: %s", now_s - sent_s, read.request)
+                    whom = self._line.whom(read.sent)
+                    logger.warning("still waiting after %.0f s for %s: %s", now_s - sent_s, whom, read.request)
                     told_s = now_s
             except LOST as error:
                 self._again(read, error)
                 sent_s = told_s = time.monotonic()
-                answer = read.info_ref.future()
+                answer = read.sent.info_ref.future()
             except ray.exceptions.RayTaskError as error:
                 raise error.as_instanceof_cause() from None
         return None
 
     def _again(self, read: _Read, error: Exception) -> None:
-        """Send a lost read again, to a fresh reader if its own has died."""
+        """Send a lost read again from its start, to fresh processes if its own have died."""
         if self._closed.is_set():
             return
         if read.attempts >= MAX_ATTEMPTS:
             raise ReadError(
-                f"cannot read {read.request}: lost {read.attempts} times, at last to {type(error).__name__}: {error}"
+                f"cannot read {read.request}{self._line}: lost {read.attempts} times, at last to {type(error).__name__}: "
+                f"{error}"
             ) from None
         logger.warning(
             "read lost (attempt %d of %d), sent again: %s (%s)",
@@ -272,9 +276,8 @@ class ReadWindow:
             read.request,
             type(error).__name__,
         )
-        if isinstance(error, READER_DIED):
-            self._pool.drop(read.reader)
-        sent = self._pool.send(read.request)
+        self._line.drop(read.sent, error)
+        sent = self._line.send(read.request)
         with self._lock:
             read.attempts += 1
-            read.reader, read.block_ref, read.info_ref = sent
+            read.sent = sent

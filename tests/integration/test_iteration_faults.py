@@ -97,7 +97,7 @@ def test_lost_blocks_are_read_again(shards: Shards, table, expected, monkeypatch
     for number, batch in enumerate(shard.iter_batches(batch_size=48, prefetch_batches=0), start=1):
         rows += ids_of(batch)
         if number == 3:
-            lost |= {read.block_ref for read in shard._pass._window._reads}
+            lost |= {read.sent.block_ref for read in shard._pass._window._reads}
             count = len(lost)
     assert rows == expected
     told = [record.getMessage() for record in caplog.records if "(ObjectLostError)" in record.getMessage()]
@@ -116,7 +116,7 @@ def test_a_reader_that_hangs_is_replaced(table, expected, monkeypatch, caplog, c
         for number, batch in enumerate(shard.iter_batches(batch_size=48, prefetch_batches=0), start=1):
             rows += ids_of(batch)
             if number == 3:
-                serving = shard._pass._window._reads[-1].reader._actor_id.hex()
+                serving = shard._pass._window._reads[-1].sent.reader._actor_id.hex()
                 stopped = [actor["Pid"] for actor in running_readers() if actor["ActorID"] == serving]
                 for pid in stopped:
                     os.kill(pid, signal.SIGSTOP)

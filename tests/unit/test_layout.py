@@ -33,6 +33,7 @@ PUBLIC = [
     "StreamError",
     "StreamShard",
     "TableError",
+    "TransformError",
     "VersionNotFoundError",
     "lance_stream",
     "merge_state_dicts",

@@ -1,0 +1,86 @@
+"""A transform as the process calls it that runs it: what goes into the user's function, and what must come out."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import ray
+
+from ray_lance_stream._ray_data import from_batch
+from ray_lance_stream.columns import to_batch
+from ray_lance_stream.errors import TransformError
+from ray_lance_stream.failures import attempt
+from ray_lance_stream.transform import Transform, UserCall
+
+
+class LoadedTransform:
+    """A transform as this process calls it.
+
+    Raises:
+        TransformError: the constructor of a class failed.
+    """
+
+    def __init__(self, transform: Transform) -> None:
+        self.transform = transform
+        self.call: UserCall = pickle.loads(transform.call.get())
+        self._fn = self.call.fn
+        self._one_at_a_time: Any = nullcontext()
+        if transform.is_class:
+            self._one_at_a_time = threading.Lock()  # the threads of a reader share the instance
+            args, kwargs = _resolved(self.call.constructor_args, self.call.constructor_kwargs)
+            instance, failure = attempt(lambda: self.call.fn(*args, **kwargs))
+            if failure is not None:
+                raise TransformError(
+                    f"the constructor of {transform.name} failed: {text_of(failure)}", failure
+                ) from failure
+            assert instance is not None
+            self._fn = instance
+        self._args, self._kwargs = _resolved(self.call.args, self.call.kwargs)
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        """What the user's function makes of some rows.
+
+        Raises:
+            TransformError: another number of rows, no batch, or what is no error but would end the process.
+        """
+        name = self.transform.name
+        batch = to_batch(rows, self.transform.batch_format)
+        try:
+            with self._one_at_a_time:
+                result, failure = attempt(partial(self._fn, batch, *self._args, **self._kwargs))
+        except BaseException as error:
+            raise TransformError(
+                f"{name} raised {text_of(error)}, which is no error; raise an Exception", error
+            ) from error
+        if failure is not None:
+            raise failure
+        if not isinstance(result, Mapping | pa.Table | pd.DataFrame):
+            raise TransformError(
+                f"{name} must return a dict of arrays, a pyarrow.Table or a pandas.DataFrame, got {type(result).__name__}"
+            )
+        counts = {len(column) for column in result.values()} if isinstance(result, Mapping) else {len(result)}
+        if counts != {len(rows)}:
+            given = " and ".join(str(count) for count in sorted(counts or {0}))
+            raise TransformError(f"{name} must return as many rows as it is given, got {given} rows for {len(rows)}")
+        return from_batch(result)
+
+
+def _resolved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments, with the objects behind references, as Ray passes them."""
+
+    def value(given: Any) -> Any:
+        return ray.get(given) if isinstance(given, ray.ObjectRef) else given
+
+    return tuple(value(each) for each in args), {key: value(each) for key, each in kwargs.items()}
+
+
+def text_of(failure: BaseException | None) -> str:
+    """Type and text of what was raised."""
+    return f"{type(failure).__name__}: {failure}"
