@@ -47,8 +47,10 @@ class Bare:
     """A process that has its chunks at hand and does nothing but run the function on them."""
 
     def hold(self, chunks: list[pa.Table]) -> None:
-        """The chunks to run on."""
+        """The chunks to run on; runs on each of them once, to be warm."""
         self._chunks = chunks
+        for chunk in chunks:
+            checksum(to_batch(chunk, "numpy"))
 
     def rows_until(self, end_s: float) -> int:
         """Rows done until a time of day."""

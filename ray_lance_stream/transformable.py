@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Any
 
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.transform import OnError, make_processes, make_transform, with_transform
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Transformable:
