@@ -49,6 +49,13 @@ def test_elastic_goes_on_with_half_the_workers(tmp_path):
     assert re.search(r"samples_consumed_per_split\D+[1-9]", second)
 
 
+def test_images_trains_around_corrupt_files(tmp_path):
+    output = run("images.py", "--epochs", "1", "--storage", str(tmp_path / "storage"), cwd=tmp_path)
+    assert re.search(r"^ +0 +18 +18 +[\d.]+$", output, re.MULTILINE)
+    assert sum(map(int, re.findall(r"Rows replaced in this pass: (\d)", output))) > 0
+    assert "rows of corrupt files that a worker received: 0" in output
+
+
 LOCAL_MODE = """
 import sys
 import ray.train

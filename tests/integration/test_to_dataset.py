@@ -99,6 +99,29 @@ class FirstIsSlow:
         return {"id": batch["id"]}
 
 
+def doubled(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"id": batch["id"], "value": 2 * batch["value"]}
+
+
+class Shifted:
+    def __init__(self, by: int) -> None:
+        self._by = by
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        return batch.set_column(1, "value", pa.array(batch["value"].to_numpy() + self._by))
+
+
+def test_transforms_are_applied_in_the_read_tasks(shards: Shards, table):
+    stream = shards.stream(table, global_batch_size=STEP)
+    mapped = stream.map_batches(doubled).map_batches(
+        Shifted, batch_format="pyarrow", fn_constructor_args=[5], concurrency=2
+    )
+    expected = [(row, 2 * value + 5) for row, value, _ in rows_of(stream.to_dataset(1))]
+    assert [(row["id"], row["value"]) for row in mapped.to_dataset(1).iter_rows()] == expected
+    with pytest.raises(ConfigError, match=r"read tasks, which have no GPU, but doubled asks for one"):
+        stream.map_batches(doubled, num_gpus=1, batch_size=8).to_dataset()
+
+
 def test_operators_keep_the_order_though_the_first_task_is_slow(shards: Shards, table, tmp_path):
     stream = shards.stream(table, global_batch_size=STEP)
     expected = flat(shards.of(stream).iter_batches())
