@@ -97,11 +97,10 @@ class EpochPass(DataIterator):
     # ---- DataIterator
 
     def _to_ref_bundle_iterator(self) -> Any:
-        self._walk = self._shard._begin_pass(self)
+        self._walk, self._window = self._shard._begin_pass(self)
         _running.add(self)
-        self._window = window = self._shard._new_window(self._walk)
         # A generator would hold each reference until the next one is asked for.
-        return map(_bundle, window), self._shard._stats, None
+        return map(_bundle, self._window), self._shard._stats, None
 
     def _create_batch_iterator(self, ref_bundles_iter: Iterator[RefBundle], *args: Any, **kwargs: Any) -> BatchIterator:
         self._batch_iterator = ShardBatchIterator(
@@ -179,12 +178,19 @@ class EpochPass(DataIterator):
         if self._shard._pass is not self:
             raise IterationError(ENDED)
         assert self._window is not None
+        assert self._walk is not None
         self._window.received(rows)
         self._shard._received(rows)
+        self._shard._read_ahead(self._window, self._walk)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the loop has received every row of the pass."""
+        return self._walk is not None and self._given_rows == self._walk.num_rows
 
     def _check_complete(self) -> None:
         assert self._walk is not None
-        if self._given_rows == self._walk.num_rows:
+        if self.is_complete:
             return
         if self._shard._pass is not self:
             raise IterationError(ENDED)

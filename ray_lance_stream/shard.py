@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import ray
@@ -19,16 +20,15 @@ from ray_lance_stream.cursor import Cursor, EpochWalk, Position
 from ray_lance_stream.epoch_pass import EpochPass
 from ray_lance_stream.line import with_chunks_for_stages
 from ray_lance_stream.link import CoordinatorLink
-from ray_lance_stream.pool import ReaderPool
+from ray_lance_stream.replaced import ReplacedRows
 from ray_lance_stream.restore import StreamPosition
-from ray_lance_stream.shard_stages import ShardStages
 from ray_lance_stream.source import projected_schema
 from ray_lance_stream.splits import RankShare
 from ray_lance_stream.state import StreamState, skipped_in
+from ray_lance_stream.supply import ChunkSupply
 from ray_lance_stream.window import ReadWindow
 
-# What does not travel to a worker.
-RUNTIME = ("_position", "_pass", "_stats", "_link", "_pool", "_stages", "_batch_rule")
+RUNTIME = ("_position", "_pass", "_stats", "_link", "_supply", "_batch_rule", "_replaced")
 
 
 class StreamShard(StreamSizedIterator):
@@ -73,9 +73,9 @@ class StreamShard(StreamSizedIterator):
         self._pass: EpochPass | None = None
         self._stats = DatasetStats(metadata={}, parent=None)
         self._link = CoordinatorLink(self.name, self._coordinator, self._attempt, self.world_rank)
-        self._pool = ReaderPool(self._config.readers_per_worker, self._link.reader)
         world = self._attempt.world_size
-        self._stages = ShardStages(self._config.stages, self.name, self.world_rank, world, self._link.stage_worker)
+        self._supply = ChunkSupply(self._config, self.name, self.world_rank, world, self._link)
+        self._replaced: ReplacedRows | str = ""  # in the newest pass
         self._position = StreamPosition(self.name, self._plan, self._config, world // self._config.replicas, self._link)
         self._batch_rule = BatchSizeRule(self._share, self._config.global_batch_size)
 
@@ -175,11 +175,8 @@ class StreamShard(StreamSizedIterator):
 
     # ---- called by a pass
 
-    def _new_window(self, walk: EpochWalk) -> ReadWindow:
-        return self._stages.new_window(self._pool, self._position.plan, walk, self._config)
-
-    def _begin_pass(self, new: EpochPass) -> EpochWalk:
-        """End the pass before, move to where the next one starts and return its walk."""
+    def _begin_pass(self, new: EpochPass) -> tuple[EpochWalk, ReadWindow]:
+        """End the pass before, move to where the next one starts and return its walk and its window."""
         cursor = self._restore()
         if self._pass is not None:
             self._end_pass(self._pass)
@@ -188,17 +185,26 @@ class StreamShard(StreamSizedIterator):
             self._link.agree_on_step(walk.start.epoch, walk.block, new.batch_size, new.drop_last)
         cursor.begin(walk)
         self._pass = new
-        return walk
+        window = self._supply.ahead.take(self._position.plan, walk)
+        self._replaced = window.replaced
+        return walk, window
 
     def _received(self, rows: int) -> None:
         self._position.cursor().received(rows)
         if self._link.received(rows):
             self._position.tell()
 
+    def _read_ahead(self, running: ReadWindow, walk: EpochWalk) -> None:
+        if self._supply.may_read_ahead:
+            next_walk = partial(self._walk, Position(walk.start.epoch + 1), walk.batch_size, walk.drop_last)
+            self._supply.ahead.go_on(running, self._position.plan, next_walk)
+
     def _end_pass(self, ended: EpochPass) -> None:
         if self._pass is not ended:
             return
         self._pass = None
+        if not ended.is_complete:
+            self._supply.ahead.drop()
         ended.close()
         self._position.cursor().leave()
         self._position.tell()
@@ -270,21 +276,20 @@ class StreamShard(StreamSizedIterator):
         """End a running pass and let the readers go; a later `iter_*` call starts new ones."""
         if self._pass is not None:
             self._end_pass(self._pass)
-        self._pool.clear()
-        self._stages.clear()
+        self._supply.clear()
         self._link.release_readers()
 
     def schema(self) -> Schema:
         """Columns and types of the batches; with transforms, those of a first cycle that is read for it."""
         if self._config.stages:
             walk = self._walk(Position(self.epoch))
-            return Schema(self._stages.schema(self._pool, self._position.plan, walk))
+            return Schema(self._supply.schema(self._position.plan, walk))
         plan = self._position.plan
         return Schema(batch_schema(projected_schema(plan.table, list(plan.columns))))
 
     def stats(self) -> str:
         """Time spent waiting, fetching and converting, in Ray Data's words; rows that transforms replaced in this pass."""
-        return self._stats.to_summary().to_string() + str(self._stages.replaced)
+        return self._stats.to_summary().to_string() + str(self._replaced)
 
     def get_context(self) -> DataContext:
         """The Ray Data context of the batches."""

@@ -107,7 +107,7 @@ def _shards(
     replicas = stream._config.replicas
     shards = [stream.shard(rank * replicas, world_size * replicas) for rank in range(world_size)]
     for shard in shards:
-        shard._pool = shards[0]._pool
+        shard._supply.readers = shards[0]._supply.readers
         if state is None:
             shard.set_epoch(epoch)
         else:

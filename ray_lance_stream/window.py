@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import pyarrow as pa
 import ray
 
-from ray_lance_stream.config import MAX_CHUNK_ROWS, StreamConfig
+from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.cursor import ChunkSpan, EpochWalk
 from ray_lance_stream.errors import ReadError
 from ray_lance_stream.line import DIED, ChunkLine, Sent
 from ray_lance_stream.reader import ChunkInfo, ReadRequest
+from ray_lance_stream.replaced import ReplacedRows
+from ray_lance_stream.sizer import ChunkSizer
 
 logger = logging.getLogger(__name__)
 
@@ -31,53 +33,6 @@ LOST = (
     ray.exceptions.WorkerCrashedError,
     ray.exceptions.NodeDiedError,
 )
-
-
-class ChunkSizer:
-    """Cycles of the next chunk: one batch at first, so that it comes soon, then more, up to a size in bytes.
-
-    Chunks grow only once one has come: before that the bytes of a row are a guess.
-
-    Args:
-        config: wished sizes.
-        block_size: k, rows of a full cycle.
-        row_bytes: first estimate of the Arrow bytes of a row.
-        first_rows: rows of the first batch.
-    """
-
-    def __init__(self, config: StreamConfig, block_size: int, row_bytes: int, first_rows: int) -> None:
-        self._config = config
-        self._block_size = block_size
-        self._next_cycles = max(1, -(-first_rows // block_size))
-        self._cycle_bytes = max(1, row_bytes * block_size)  # the largest seen so far
-        self._measured = False
-
-    def next_cycles(self) -> int:
-        """Cycles to ask for next."""
-        if self._config.read_batch_size:
-            return self._config.read_batch_size
-        most = min(self._config.chunk_bytes // self._cycle_bytes, MAX_CHUNK_ROWS // self._block_size)
-        return max(1, min(self._next_cycles, most))
-
-    def sent(self, cycles: int) -> None:
-        """A chunk of that many cycles was asked for."""
-        if self._measured:
-            self._next_cycles = cycles * 4
-
-    def bytes_of(self, num_rows: int) -> int:
-        """Estimated bytes of rows that have not come yet: an upper bound if no row is larger than those seen so far."""
-        return -(-num_rows * self._cycle_bytes // self._block_size)
-
-    def next_bytes(self) -> int:
-        """Estimated bytes of the next chunk."""
-        return self.next_cycles() * self._cycle_bytes
-
-    def seen(self, info: ChunkInfo) -> None:
-        """Learn from a chunk that came."""
-        if info.num_rows:
-            seen = -(-info.largest_bytes * self._block_size // info.num_rows)
-            self._cycle_bytes = max(self._cycle_bytes if self._measured else 1, seen)
-            self._measured = True
 
 
 @dataclass
@@ -104,7 +59,7 @@ class ReadWindow:
         line: reads and transforms.
         sizer: chunk sizes.
         config: bounds.
-        note: told of each chunk that came; what it raises ends the pass.
+        replaced: counts the rows that were replaced in the chunks that came; more than allowed end the pass.
     """
 
     def __init__(
@@ -114,14 +69,14 @@ class ReadWindow:
         line: ChunkLine,
         sizer: ChunkSizer,
         config: StreamConfig,
-        note: Callable[[ChunkInfo], None],
+        replaced: ReplacedRows,
     ) -> None:
         self._walk = walk
         self._make_request = make_request
         self._line = line
-        self._sizer = sizer
+        self.sizer = sizer
         self._config = config
-        self._note = note
+        self.replaced = replaced
         # Reentrant: the garbage collector may end an iterator, and with it close this window, wherever it likes.
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -130,12 +85,14 @@ class ReadWindow:
         self._handed: deque[tuple[int, int]] = deque()  # (end_row, bytes) of chunks not yet received whole
         self._received_rows = 0
         self._given: dict[ray.ObjectRef, _Read] = {}
+        self._beside_bytes = 0
         self._overshoot_told = False
 
     def __iter__(self) -> Iterator[tuple[ray.ObjectRef, ChunkInfo]]:
         return self
 
     def __next__(self) -> tuple[ray.ObjectRef, ChunkInfo]:
+        self._beside_bytes = 0
         self._fill(needed=True)
         with self._lock:
             if not self._reads:
@@ -143,22 +100,32 @@ class ReadWindow:
             read = self._reads[0]
         info = self._wait(read)
         if info is not None:
-            self._note(info)
+            self.replaced.add(info.replaced)
         with self._lock:
             if info is None or self._closed.is_set():
                 raise StopIteration
             self._reads.popleft()
-            self._sizer.seen(info)
+            self.sizer.seen(info)
             self._handed.append((read.request.span.end_row, info.size_bytes))
             self._given[read.sent.block_ref] = read
         self._fill(needed=False)
         self._tell_overshoot()
         return read.sent.block_ref, info
 
+    def fill_beside(self, held_bytes: int) -> None:
+        """Send reads before the pass has begun, while the one before it still holds some bytes."""
+        self._beside_bytes = held_bytes
+        self._fill(needed=False)
+
+    def all_sent(self) -> bool:
+        """Whether no read is left to be sent."""
+        with self._lock:
+            return self._walk.next_span(self._last_span, 1) is None
+
     def held_bytes(self) -> int:
         """Bytes in flight, and of chunks that the loop has not received whole; estimated where not yet known."""
         with self._lock:
-            waiting = sum(self._sizer.bytes_of(read.request.span.num_rows) for read in self._reads)
+            waiting = sum(self.sizer.bytes_of(read.request.span.num_rows) for read in self._reads)
             return waiting + sum(size for _, size in self._handed)
 
     def received(self, rows: int) -> None:
@@ -205,19 +172,20 @@ class ReadWindow:
         with self._lock:
             if self._closed.is_set() or len(self._reads) >= self._config.prefetch_chunks:
                 return None
-            cycles = self._sizer.next_cycles()
+            cycles = self.sizer.next_cycles()
             span = self._walk.next_span(self._last_span, cycles)
             if span is None:
                 return None
             is_needed = needed and not self._reads
-            if not is_needed and self.held_bytes() + self._sizer.bytes_of(span.num_rows) > self._config.prefetch_bytes:
+            held_bytes = self._beside_bytes + self.held_bytes()
+            if not is_needed and held_bytes + self.sizer.bytes_of(span.num_rows) > self._config.prefetch_bytes:
                 return None
             self._last_span = span
-            self._sizer.sent(cycles)
+            self.sizer.sent(cycles)
             return span
 
     def _tell_overshoot(self) -> None:
-        held_bytes, chunk_bytes = self.held_bytes(), self._sizer.next_bytes()
+        held_bytes, chunk_bytes = self.held_bytes(), self.sizer.next_bytes()
         if held_bytes <= self._config.prefetch_bytes + chunk_bytes or self._overshoot_told:
             return
         self._overshoot_told = True

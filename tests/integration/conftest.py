@@ -34,7 +34,7 @@ class Shards:
     ) -> StreamShard:
         """A fresh shard of a stream."""
         shard = stream.shard(rank, world_size)
-        shard._pool = self._pools.setdefault(stream._config.readers_per_worker, shard._pool)
+        shard._supply.readers = self._pools.setdefault(stream._config.readers_per_worker, shard._supply.readers)
         if state is not None:
             shard.load_state_dict(state)
         return shard

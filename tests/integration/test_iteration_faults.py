@@ -143,7 +143,7 @@ class Dying:
 def test_a_read_that_kills_every_reader_is_told(shards: Shards, table, monkeypatch):
     monkeypatch.setattr(window, "MAX_ATTEMPTS", 2)
     shard = shards(table)
-    shard._pool = ReaderPool(1, lambda slot, fresh: (Dying.remote(), None))
+    shard._supply.readers = ReaderPool(1, lambda slot, fresh: (Dying.remote(), None))
     with pytest.raises(ReadError, match=r"epoch 0, splits \[0, 48\).*lost 2 times, at last to ActorDiedError") as told:
         flat(shard.iter_batches(batch_size=48))
     assert table in str(told.value)

@@ -214,9 +214,12 @@ def test_close_ends_a_pass(shards: Shards, table, oracle):
     shard = shards(table, **OPTIONS)
     batches = iter(shard.iter_batches(batch_size=8))
     next(batches)
-    pool, shard._pool = shard._pool, type(shard._pool)(1, lambda: None)  # the other tests' readers stay
+    pool, shard._supply.readers = (
+        shard._supply.readers,
+        type(shard._supply.readers)(1, lambda: None),
+    )  # the other tests' readers stay
     shard.close()
-    shard._pool = pool
+    shard._supply.readers = pool
     with pytest.raises(IterationError, match="was closed"):
         next(batches)
     assert at(shard.state_dict()) == (0, 1, None)

@@ -177,7 +177,7 @@ def test_hand_written_batch_sizes_on_workers_that_do_not_divide(shards: Shards, 
 def test_ranks_that_step_differently_are_told(shards: Shards, table):
     """B19: the second rank names both sizes; nobody waits for the other in a collective."""
     first, second = shards.stream(table).streaming_split(2)
-    first._pool = second._pool = shards(table)._pool
+    first._supply.readers = second._supply.readers = shards(table)._supply.readers
     next(iter(first.iter_batches(batch_size=24)))
     with pytest.raises(ConfigError, match=r"rank 1 uses batch_size=48 on 24 splits.*rank 0 uses batch_size=24"):
         next(iter(second.iter_batches(batch_size=48)))

@@ -1,0 +1,60 @@
+"""ReadAhead: the first chunks of the next pass, read while the loop consumes the last ones of the running pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ray_lance_stream.config import ReadPlan
+from ray_lance_stream.cursor import EpochWalk
+from ray_lance_stream.window import ReadWindow
+
+
+@dataclass(frozen=True)
+class _Next:
+    plan: ReadPlan
+    walk: EpochWalk
+    window: ReadWindow
+
+
+class ReadAhead:
+    """The windows of a shard's passes, of which the next one may begin to read before the running one has ended.
+
+    Both together keep to the bounds of one. What was read for a pass that does not come is let go when another one begins,
+    or the shard is closed.
+
+    Args:
+        new_window: makes the window of a pass, with the chunk sizes that an earlier window, if any, has learned.
+    """
+
+    def __init__(self, new_window: Callable[[ReadPlan, EpochWalk, ReadWindow | None], ReadWindow]) -> None:
+        self._new_window = new_window
+        self._next: _Next | None = None
+
+    def go_on(self, running: ReadWindow, plan: ReadPlan, next_walk: Callable[[], EpochWalk]) -> None:
+        """Send the reads for which there is room; none before all of the running pass have been sent."""
+        if not running.all_sent():
+            return
+        if self._next is None:
+            walk = next_walk()
+            self._next = _Next(plan, walk, self._new_window(plan, walk, running))
+        self._next.window.fill_beside(running.held_bytes())
+
+    def take(self, plan: ReadPlan, walk: EpochWalk) -> ReadWindow:
+        """The window of a pass that begins."""
+        found = self._next
+        if found is not None and (found.plan, found.walk) == (plan, walk):
+            self._next = None
+            return found.window
+        self.drop()
+        return self._new_window(plan, walk, None)
+
+    def drop(self) -> None:
+        """Let go what was read ahead."""
+        if self._next is not None:
+            self._next.window.close()
+            self._next = None
+
+    def held_bytes(self) -> int:
+        """Bytes of what is read ahead; estimated where not yet known."""
+        return self._next.window.held_bytes() if self._next is not None else 0

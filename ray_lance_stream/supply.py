@@ -1,0 +1,86 @@
+"""ChunkSupply: where the chunks of one shard come from: readers, processes of stages, and the windows of its passes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pyarrow as pa
+import ray
+
+from ray_lance_stream.ahead import ReadAhead
+from ray_lance_stream.config import ReadPlan, StreamConfig
+from ray_lance_stream.cursor import ChunkSpan, EpochWalk
+from ray_lance_stream.line import ChunkLine, StageActors, StageTasks, share_of
+from ray_lance_stream.link import CoordinatorLink
+from ray_lance_stream.pool import ReaderPool
+from ray_lance_stream.reader import ReadRequest
+from ray_lance_stream.replaced import ReplacedRows
+from ray_lance_stream.sizer import ChunkSizer
+from ray_lance_stream.window import ReadWindow
+
+
+class ChunkSupply:
+    """The chunks of one shard.
+
+    Args:
+        config: of the stream.
+        name: of the stream.
+        rank, world_size: of the shard.
+        link: gets readers and actors of stages from the coordinator.
+    """
+
+    def __init__(self, config: StreamConfig, name: str, rank: int, world_size: int, link: CoordinatorLink) -> None:
+        stages = config.stages
+        self.readers = ReaderPool(config.readers_per_worker, link.reader)
+        self._config = config
+        self._who = f"stream {name!r}, rank {rank}"
+        self._in_reader = next((stage for stage in stages if stage.processes is None), None)
+        self._shares = [(stage, share_of(stage, rank, world_size)) for stage in stages if stage.processes is not None]
+        self._actors = {
+            stage.key: StageActors(stage, numbers, link.stage_worker)
+            for stage, numbers in self._shares
+            if stage.is_pool
+        }
+        self._new_count = partial(ReplacedRows, stages, name, rank)
+        self.ahead = ReadAhead(self._new_window)
+
+    @property
+    def may_read_ahead(self) -> bool:
+        """Whether two passes may be under way: evaluation comes back to the same epoch, and tasks are counted by pass."""
+        is_counted = any(numbers and not stage.is_pool for stage, numbers in self._shares)
+        return not self._config.evaluation and not is_counted
+
+    def schema(self, plan: ReadPlan, walk: EpochWalk) -> pa.Schema:
+        """Columns and types of what the transforms make of a first cycle, which is read for it."""
+        span = walk.next_span(None, 1)
+        assert span is not None
+        sent = self._line().send(self._request(plan, walk, span))
+        return ray.get(sent.block_ref).schema
+
+    def clear(self) -> None:
+        """Let readers and actors go, and what they have read ahead."""
+        self.ahead.drop()
+        self.readers.clear()
+        for actors in self._actors.values():
+            actors.clear()
+
+    def _new_window(self, plan: ReadPlan, walk: EpochWalk, before: ReadWindow | None) -> ReadWindow:
+        """The chunks of a pass; `before` is the window of the pass before it, if it is still there."""
+        first_rows = walk.batch_size or walk.block.size
+        if before is not None:
+            sizer = before.sizer.again(first_rows)
+        else:
+            sizer = ChunkSizer(self._config, walk.block.size, plan.row_bytes, first_rows)
+        request = partial(self._request, plan, walk)
+        return ReadWindow(walk, request, self._line(), sizer, self._config, self._new_count())
+
+    def _line(self) -> ChunkLine:
+        """The way of the chunks of one pass."""
+        stages = [
+            self._actors[stage.key] if stage.is_pool else StageTasks(stage, len(numbers) or None)
+            for stage, numbers in self._shares
+        ]
+        return ChunkLine(self.readers, stages)
+
+    def _request(self, plan: ReadPlan, walk: EpochWalk, span: ChunkSpan) -> ReadRequest:
+        return ReadRequest(plan, walk.start.epoch, walk.block, span, self._who, self._in_reader)
