@@ -132,18 +132,18 @@ class Consumer:
             rows += batch_rows(batch)
         raise RuntimeError("no more batches")
 
-    def waits(self, run_s: float, step_s: float) -> tuple[float, float, int]:
-        """(seconds waited for batches, seconds in all, steps) of a loop with a step that takes `step_s`."""
-        waited, steps, begun = 0.0, 0, time.perf_counter()
+    def waits(self, run_s: float, step_s: float) -> tuple[list[float], float]:
+        """(seconds that each step waited for its batch, seconds in all) of a loop with a step that takes `step_s`."""
+        waited: list[float] = []
+        begun = time.perf_counter()
         while True:
             time.sleep(step_s)
             asked = time.perf_counter()
             next(self._batches)
             now = time.perf_counter()
-            waited += now - asked
-            steps += 1
+            waited.append(now - asked)
             if now - begun >= run_s:
-                return waited, now - begun, steps
+                return waited, now - begun
 
 
 def start_consumers(stream: LanceStream, world_size: int, form: str = "torch batches") -> list[Any]:

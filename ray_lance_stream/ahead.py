@@ -24,7 +24,7 @@ class ReadAhead:
     or the shard is closed.
 
     Args:
-        new_window: makes the window of a pass, with the chunk sizes that an earlier window, if any, has learned.
+        new_window: makes the window of a pass; also given the window of the running one where it is to be read ahead.
     """
 
     def __init__(self, new_window: Callable[[ReadPlan, EpochWalk, ReadWindow | None], ReadWindow]) -> None:

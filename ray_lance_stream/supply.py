@@ -65,13 +65,12 @@ class ChunkSupply:
             actors.clear()
 
     def _new_window(self, plan: ReadPlan, walk: EpochWalk, before: ReadWindow | None) -> ReadWindow:
-        """The chunks of a pass; `before` is the window of the pass before it, if it is still there."""
-        first_rows = walk.batch_size or walk.block.size
-        if before is not None:
-            sizer = before.sizer.again(first_rows)
-        else:
-            sizer = ChunkSizer(self._config, walk.block.size, plan.row_bytes, first_rows)
+        """The chunks of a pass; `before` is the window of the running pass, where this one is read ahead."""
         request = partial(self._request, plan, walk)
+        if before is not None:
+            sizer = before.sizer  # nobody waits for the first chunk: no need to begin with a small one
+        else:
+            sizer = ChunkSizer(self._config, walk.block.size, plan.row_bytes, walk.batch_size or walk.block.size)
         return ReadWindow(walk, request, self._line(), sizer, self._config, self._new_count())
 
     def _line(self) -> ChunkLine:
