@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import ray
 from ray.data._internal.arrow_ops.transform_pyarrow import concat
@@ -60,14 +61,29 @@ def block_rows(block: Block) -> Iterator[dict[str, Any]]:
     return accessor.iter_rows(public_row_format=True)
 
 
-def from_batch(batch: Any) -> pa.Table:
-    """A dict of arrays, a DataFrame or a table as Arrow."""
+def from_batch(batch: Any, *, copy: bool) -> pa.Table:
+    """A dict of arrays, a DataFrame or a table as Arrow.
+
+    Args:
+        batch: the dict's arrays are not copied where they need not be.
+        copy: but copy them, where their owner may write to them again.
+    """
+    if isinstance(batch, Mapping):
+        batch = {name: _frozen(column, copy) for name, column in batch.items()}
     return BlockAccessor.batch_to_block(batch, BlockType.ARROW)
 
 
+def _frozen(column: Any, copy: bool) -> Any:
+    """An array that what is made of it cannot write to; the given one stays as it is."""
+    if isinstance(column, np.ndarray):
+        column = column.copy() if copy else column.view()
+        column.flags.writeable = False
+    return column
+
+
 def concat_tables(tables: list[pa.Table]) -> pa.Table:
-    """Tables one after the other, also where tensors differ in shape."""
-    return tables[0] if len(tables) == 1 else concat(tables, preserve_order=True)
+    """Tables one after the other, also where tensors differ in shape, and numbers in type as nulls make them."""
+    return tables[0] if len(tables) == 1 else concat(tables, preserve_order=True, promote_types=True)
 
 
 def unpinned(collate_fn: Any) -> Any:

@@ -6,6 +6,7 @@ Lance keeps the bytes of a blob column apart from the other columns, in two enco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,12 @@ def blob_fields(schema: pa.Schema, columns: list[str]) -> dict[str, pa.Field]:
         if field is not None and _has_blob(field):
             found[column] = _delivered(field).with_name(column)
     return found
+
+
+def unreadable_blobs(schema: pa.Schema, columns: Sequence[str]) -> list[str]:
+    """Those of the columns that have blobs inside of lists or maps: Lance reads no bytes from there."""
+    fields = [(column, _field(schema, column)) for column in columns]
+    return [column for column, field in fields if field is not None and _has_nested_blob(field, is_inside=False)]
 
 
 def read_blobs(dataset: lance.LanceDataset, rows: np.ndarray, column: str) -> pa.Array:
@@ -89,6 +96,15 @@ def _is_blob(field: pa.Field) -> bool:
 
 def _has_blob(field: pa.Field) -> bool:
     return _is_blob(field) or (pa.types.is_struct(field.type) and any(_has_blob(child) for child in field.type))
+
+
+def _has_nested_blob(field: pa.Field, *, is_inside: bool) -> bool:
+    kind = field.type
+    if is_inside and _has_blob(field):
+        return True
+    is_inside = is_inside or not pa.types.is_struct(kind)
+    inner = [kind.field(i) for i in range(kind.num_fields)] if not isinstance(kind, pa.BaseExtensionType) else []
+    return any(_has_nested_blob(child, is_inside=is_inside) for child in inner)
 
 
 def _delivered(field: pa.Field) -> pa.Field:

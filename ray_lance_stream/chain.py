@@ -16,7 +16,7 @@ import pyarrow as pa
 from ray_lance_stream._ray_data import block_rows, concat_tables
 from ray_lance_stream.errors import StreamError, TransformError
 from ray_lance_stream.failures import attempt
-from ray_lance_stream.loaded import LoadedTransform, text_of
+from ray_lance_stream.loaded import LoadedTransform, attempt_user, text_of
 from ray_lance_stream.plan import StreamPlan
 from ray_lance_stream.reader import ChunkInfo, ReadRequest
 from ray_lance_stream.replaced import WINDOW_POSITIONS, Replaced, stand_ins
@@ -74,7 +74,7 @@ class Chain:
     def _run(self, table: pa.Table, info: ChunkInfo, request: ReadRequest) -> tuple[pa.Table, ChunkInfo]:
         largest_bytes, replaced = info.largest_bytes, list(info.replaced)
         for number in range(self._first, len(self._transforms)):
-            step = _Step(self, number, table, request)
+            step = _Step(self, number, table, request, {each.row: each.by for each in replaced})
             table = step.run()
             replaced += step.replaced
             largest_bytes = max(largest_bytes, table.nbytes)
@@ -89,15 +89,19 @@ class _Step:
         number: of the transform in the chain.
         table: its input.
         request: the chunk.
+        stands_in: row of the table -> the row that stands in for it since an earlier transform.
     """
 
-    def __init__(self, chain: Chain, number: int, table: pa.Table, request: ReadRequest) -> None:
+    def __init__(
+        self, chain: Chain, number: int, table: pa.Table, request: ReadRequest, stands_in: dict[int, int]
+    ) -> None:
         self._chain = chain
         self._number = number
         self._call = chain.loaded(number)
         self._name = self._call.transform.name
         self._table = table
         self._request = request
+        self._stands_in = stands_in
         self.replaced: list[Replaced] = []
 
     def run(self) -> pa.Table:
@@ -156,7 +160,7 @@ class _Step:
         decision: Any = self._call.call.on_error
         if callable(decision):
             values = next(block_rows(self._table.slice(row, 1)))
-            decided, wrong = attempt(partial(decision, failure, values))
+            decided, wrong = attempt_user(name_of(decision), partial(decision, failure, values))
             if wrong is not None or decided not in ("raise", "replace"):
                 what = text_of(wrong) if wrong is not None else f"returned {decided!r}"
                 raise TransformError(
@@ -182,7 +186,8 @@ class _Step:
 
     def _row_text(self, row: int) -> str:
         table, offset = self._request.plan.table, int(self._rows[row])
-        text = f"row {offset} of table {table.identity} version {table.version}"
+        instead = f", in place of which comes row {self._stands_in[offset]}," if offset in self._stands_in else ""
+        text = f"row {offset}{instead} of table {table.identity} version {table.version}"
         with suppress(StreamError):
             if "id" in table.open().schema.names:
                 text += f" (id={take_rows(table.open(), self._rows[row : row + 1], ['id'])['id'][0].as_py()!r})"

@@ -103,7 +103,7 @@ class TensorCollateFn(ArrowBatchCollateFn):
             if not self._can_hold(empty.select([field.name])):
                 raise ConfigError(
                     f"iter_torch_batches needs columns that torch can hold, got {field.name!r} of type {field.type}: drop it "
-                    "with columns=[...], or transform it with collate_fn=..."
+                    "with columns=[...], or transform it with map_batches() or collate_fn=..."
                 )
         self._schema = schema
 

@@ -209,8 +209,17 @@ class StreamCoordinator:
         """See AttemptBook.record."""
         with self._lock:
             self._book.record(attempt, rank, progress)
-            self._shelf.touch(attempt.attempt_id, rank)
-            self._stages.touch(attempt.attempt_id, rank)
+            self._touch(attempt.attempt_id, rank)
+
+    @ray.method(max_task_retries=0)
+    def alive(self, attempt_id: str, rank: int) -> None:
+        """See ReaderShelf.touch and StageShelf.touch."""
+        with self._lock:
+            self._touch(attempt_id, rank)
+
+    def _touch(self, attempt_id: str, rank: int) -> None:
+        self._shelf.touch(attempt_id, rank)
+        self._stages.touch(attempt_id, rank)
 
     def snapshot(self, run: str | None) -> tuple[list[str], dict[int, RankProgress]]:
         """(names of the runs, ranks of `run`, or of the only run)."""

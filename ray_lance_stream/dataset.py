@@ -60,10 +60,12 @@ def epoch_source(
 def _in_read_tasks(stages: Sequence[Stage]) -> Stage | None:
     """All transforms, as one stage where the rows are read."""
     for stage in stages:
-        if stage.processes is not None and stage.processes.options.get("num_gpus"):
+        options = stage.processes.options if stage.processes is not None else {}
+        special = sorted(key for key, value in options.items() if value and key not in ("num_cpus", "memory"))
+        if special:
             raise ConfigError(
-                f"to_dataset() runs transforms in read tasks, which have no GPU, but {stage} asks for one: call to_dataset() "
-                "on the stream without it, and map_batches on the dataset"
+                f"to_dataset() runs transforms in plain read tasks, but {stage} asks for {', '.join(special)}: call "
+                "to_dataset() on the stream without it, and map_batches on the dataset"
             )
     transforms = tuple(each for stage in stages for each in stage.transforms)
     return Stage(transforms, None) if transforms else None

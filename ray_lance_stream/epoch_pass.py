@@ -166,7 +166,7 @@ class EpochPass(DataIterator):
             raise ReadError(
                 f"stream {self._shard.name!r}: {error}, in row {rows[span.skip_rows + error.row]} of table "
                 f"{source.identity} version {source.version}; leave the column out with columns=[...] or its nulls with "
-                "filter='... IS NOT NULL'"
+                "filter='... IS NOT NULL', or fill them with map_batches(..., batch_format='pyarrow')"
             ) from None
 
     def _on_batch(self, rows: int) -> None:

@@ -148,11 +148,14 @@ class StageActors:
                 slot.worker = None
 
     def _next(self) -> Worker:
+        first = self._slots[0]
         for slot in self._slots:
             if slot.worker is None:
                 slot.worker = self._claim(self.stage, slot.number, slot.lost)
                 slot.ready_ref, slot.lost = slot.worker.ready.remote(), None
-        running = [slot for slot in self._slots if slot.is_ready()] or self._slots[:1]
+            if not first.is_ready():
+                break  # where there is not room for all, every rank gets one before any gets a second
+        running = [slot for slot in self._slots if slot.worker is not None and slot.is_ready()] or [first]
         self._turn += 1
         return running[self._turn % len(running)].worker
 
@@ -163,9 +166,13 @@ class ChunkLine:
     Args:
         readers: read chunks.
         stages: what they go through next.
+        alive: tells the coordinator that somebody waits, so that it keeps readers and actors at hand.
     """
 
-    def __init__(self, readers: ReaderPool, stages: Sequence[StageTasks | StageActors]) -> None:
+    def __init__(
+        self, readers: ReaderPool, stages: Sequence[StageTasks | StageActors], alive: Callable[[], None]
+    ) -> None:
+        self.alive = alive
         self._readers = readers
         self._stages = stages
 
@@ -184,17 +191,20 @@ class ChunkLine:
         return Sent(reader, tuple(workers), tuple(info_refs), block_ref)
 
     def drop(self, sent: Sent, error: Exception) -> None:
-        """Let the process go whose death lost a chunk; where the error does not tell which one it was, all of its way."""
+        """Let the process go whose death lost a chunk. Where the error does not tell which one it was, the reader, which is
+        the cheapest; an actor that has died says so itself when the chunk is sent again."""
         dead = getattr(error, "actor_id", None)
         holders = zip((self._readers, *self._stages), (sent.reader, *sent.workers), strict=True)
         for holder, worker in holders:
-            if worker is None or (isinstance(error, DIED) and dead in (None, worker._actor_id.hex())):
+            is_dead = worker is not None and dead == worker._actor_id.hex()
+            is_suspect = dead is None and holder is self._readers and isinstance(error, DIED)
+            if worker is None or is_dead or is_suspect:
                 holder.drop(worker)
 
-    def whom(self, sent: Sent) -> str:
+    def whom(self, sent: Sent, request: ReadRequest) -> str:
         """Who has not answered yet, and what it asks for."""
         done = sent.steps_done()
         if not done or not self._stages:
-            return "a reader"
+            return "a reader" if request.stage is None else f"a reader with transform {request.stage}"
         stage = self._stages[min(done, len(self._stages)) - 1].stage
         return f"transform {stage}, which is slow or waits for free resources ({stage.processes})"

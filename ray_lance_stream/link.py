@@ -58,6 +58,10 @@ class CoordinatorLink:
         """The actor of a stage with a number; another one than `lost`, which has died."""
         return self._ask("stage_worker", self._owner(number), stage, lost)
 
+    def alive(self) -> None:
+        """This rank waits for a chunk; waits for nothing itself."""
+        self._coordinator.alive.remote(self._attempt.attempt_id, self._rank)
+
     def release_readers(self) -> None:
         """This shard needs no readers and no actors of stages any more; waits for nothing."""
         if ray.is_initialized():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -29,13 +29,22 @@ class LoadedTransform:
 
     def __init__(self, transform: Transform) -> None:
         self.transform = transform
-        self.call: UserCall = pickle.loads(transform.call.get())
+        pickled = transform.call.get()
+        call, failure = attempt_user(f"the module of {transform.name}", partial(pickle.loads, pickled))
+        if failure is not None:
+            raise TransformError(
+                f"{transform.name} cannot be loaded where it is to run: {text_of(failure)}; have its module there, or define "
+                "it in the script itself",
+                failure,
+            ) from failure
+        self.call: UserCall = call
         self._fn = self.call.fn
         self._one_at_a_time: Any = nullcontext()
         if transform.is_class:
             self._one_at_a_time = threading.Lock()  # the threads of a reader share the instance
             args, kwargs = _resolved(self.call.constructor_args, self.call.constructor_kwargs)
-            instance, failure = attempt(lambda: self.call.fn(*args, **kwargs))
+            constructor = partial(self.call.fn, *args, **kwargs)
+            instance, failure = attempt_user(f"the constructor of {transform.name}", constructor)
             if failure is not None:
                 raise TransformError(
                     f"the constructor of {transform.name} failed: {text_of(failure)}", failure
@@ -52,24 +61,24 @@ class LoadedTransform:
         """
         name = self.transform.name
         batch = to_batch(rows, self.transform.batch_format)
-        try:
-            with self._one_at_a_time:
-                result, failure = attempt(partial(self._fn, batch, *self._args, **self._kwargs))
-        except BaseException as error:
-            raise TransformError(
-                f"{name} raised {text_of(error)}, which is no error; raise an Exception", error
-            ) from error
+        with self._one_at_a_time:
+            result, failure = attempt_user(name, partial(self._fn, batch, *self._args, **self._kwargs))
         if failure is not None:
             raise failure
         if not isinstance(result, Mapping | pa.Table | pd.DataFrame):
             raise TransformError(
                 f"{name} must return a dict of arrays, a pyarrow.Table or a pandas.DataFrame, got {type(result).__name__}"
             )
-        counts = {len(column) for column in result.values()} if isinstance(result, Mapping) else {len(result)}
+        columns = result.values() if isinstance(result, Mapping) else [result]
+        if not all(hasattr(column, "__len__") for column in columns):
+            kinds = {key: type(column).__name__ for key, column in result.items()}
+            raise TransformError(f"{name} must return a dict of arrays, one value for each row, got {kinds}")
+        counts = {len(column) for column in columns}
         if counts != {len(rows)}:
             given = " and ".join(str(count) for count in sorted(counts or {0}))
             raise TransformError(f"{name} must return as many rows as it is given, got {given} rows for {len(rows)}")
-        return from_batch(result)
+        # An instance may fill the same array at each call.
+        return from_batch(result, copy=self.transform.is_class)
 
 
 def _resolved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -79,6 +88,18 @@ def _resolved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[A
         return ray.get(given) if isinstance(given, ray.ObjectRef) else given
 
     return tuple(value(each) for each in args), {key: value(each) for key, each in kwargs.items()}
+
+
+def attempt_user(what: str, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """(result, None) or (None, exception) of code of the user's.
+
+    Raises:
+        TransformError: it raised what is no error, such as SystemExit, and would end the process.
+    """
+    try:
+        return attempt(call)
+    except BaseException as error:
+        raise TransformError(f"{what} raised {text_of(error)}, which is no error; raise an Exception", error) from error
 
 
 def text_of(failure: BaseException | None) -> str:

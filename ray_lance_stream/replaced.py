@@ -59,6 +59,7 @@ class ReplacedRows:
         self._transforms = {each.key: each for stage in stages for each in stage.transforms}
         self._name = name
         self._rank = rank
+        self._total = 0
         self._counts: Counter[str] = Counter()
         self._first: list[Replaced] = []
 
@@ -71,7 +72,9 @@ class ReplacedRows:
         if not replaced:
             return
         self._first += replaced[: SHOWN - len(self._first)]
-        _metric().inc(len(replaced), {"stream": self._name, "rank": str(self._rank)})
+        rows = len({each.row for each in replaced})  # a row may be replaced by one transform after the other
+        self._total += rows
+        _metric().inc(rows, {"stream": self._name, "rank": str(self._rank)})
         for key, count in Counter(each.key for each in replaced).items():
             self._counts[key] += count
             transform = self._transforms[key]
@@ -84,8 +87,10 @@ class ReplacedRows:
 
     def __str__(self) -> str:
         """A line for `stats()`; empty if there is nothing to tell."""
-        total = sum(self._counts.values())
-        return f"\nRows replaced in this pass: {total} (row -> stands in): {_shown(self._first)}\n" if total else ""
+        if not self._total:
+            return ""
+        more = ", ..." if sum(self._counts.values()) > len(self._first) else ""
+        return f"\nRows replaced in this pass: {self._total} (row -> stands in): {_shown(self._first)}{more}\n"
 
 
 def _shown(replaced: Sequence[Replaced]) -> str:

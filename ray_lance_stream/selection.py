@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from ray_lance_stream.blobs import unreadable_blobs
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.failures import guarded, secrets_of
 
@@ -42,7 +43,7 @@ def _field_paths(fields: Any, prefix: str = "") -> list[str]:
 def check_columns(dataset: lance.LanceDataset, columns: Sequence[str] | None, where: str) -> list[str]:
     """See `resolve_columns`. Checked before any read, because `take` panics at unknown columns and drops repeats."""
     if columns is None:
-        return list(dataset.schema.names)
+        columns = list(dataset.schema.names)
     if isinstance(columns, str) or not isinstance(columns, Sequence) or not all(isinstance(c, str) for c in columns):
         raise ConfigError(f"columns must be a list of names, got {columns!r}: pass columns=[...]")
     if not columns:
@@ -60,6 +61,12 @@ def check_columns(dataset: lance.LanceDataset, columns: Sequence[str] | None, wh
         near = {by_lower[m] for name in unknown for m in difflib.get_close_matches(name.lower(), by_lower, n=1)}
         hint = f"did you mean {sorted(near)}? " if near else ""
         raise ConfigError(f"columns must exist in {where}, got unknown {unknown}: {hint}available are {known}")
+    unreadable = unreadable_blobs(dataset.schema, columns)
+    if unreadable:
+        raise ConfigError(
+            f"columns must have no blobs inside of lists or maps, whose bytes Lance does not read, got {unreadable} of "
+            f"{where}: leave them out with columns=[...]"
+        )
     return list(columns)
 
 

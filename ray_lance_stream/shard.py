@@ -283,7 +283,7 @@ class StreamShard(StreamSizedIterator):
         """Columns and types of the batches; with transforms, those of a first cycle that is read for it."""
         if self._config.stages:
             walk = self._walk(Position(self.epoch))
-            return Schema(self._supply.schema(self._position.plan, walk))
+            return Schema(batch_schema(self._supply.schema(self._position.plan, walk)))
         plan = self._position.plan
         return Schema(batch_schema(projected_schema(plan.table, list(plan.columns))))
 

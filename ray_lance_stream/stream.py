@@ -195,7 +195,7 @@ class LanceStream(Transformable):
         """One epoch as a `ray.data.Dataset`: the rows that training sees, in the order of one worker. Lazy.
 
         Columns have the types of `ray.data.read_lance`. `dataset.context.execution_options.preserve_order` keeps the order.
-        Transforms of `map_batches` run in the read tasks.
+        Transforms of `map_batches` run in the read tasks; where they enlarge rows a lot, Ray Data may cut blocks within a step.
 
         Args:
             epoch: from 0.
@@ -204,7 +204,7 @@ class LanceStream(Transformable):
                 `target_max_block_size` bytes, they hold whole cycles.
 
         Raises:
-            ConfigError: an epoch or a global batch size that cannot be served, or a transform that asks for a GPU.
+            ConfigError: an epoch or a global batch size that cannot be served, or a transform that asks for more than a CPU.
             VersionNotFoundError: the pinned version is gone.
         """
         saved = self._config.resume_state(self.name or "")

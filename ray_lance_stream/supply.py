@@ -10,6 +10,7 @@ import ray
 from ray_lance_stream.ahead import ReadAhead
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.cursor import ChunkSpan, EpochWalk
+from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.line import ChunkLine, StageActors, StageTasks, share_of
 from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.pool import ReaderPool
@@ -33,6 +34,7 @@ class ChunkSupply:
         stages = config.stages
         self.readers = ReaderPool(config.readers_per_worker, link.reader)
         self._config = config
+        self._alive = link.alive
         self._who = f"stream {name!r}, rank {rank}"
         self._in_reader = next((stage for stage in stages if stage.processes is None), None)
         self._shares = [(stage, share_of(stage, rank, world_size)) for stage in stages if stage.processes is not None]
@@ -53,7 +55,8 @@ class ChunkSupply:
     def schema(self, plan: ReadPlan, walk: EpochWalk) -> pa.Schema:
         """Columns and types of what the transforms make of a first cycle, which is read for it."""
         span = walk.next_span(None, 1)
-        assert span is not None
+        if span is None:
+            raise ConfigError(f"the columns of transforms are those of a row, but epoch {walk.start.epoch} has none")
         sent = self._line().send(self._request(plan, walk, span))
         return ray.get(sent.block_ref).schema
 
@@ -79,7 +82,7 @@ class ChunkSupply:
             self._actors[stage.key] if stage.is_pool else StageTasks(stage, len(numbers) or None)
             for stage, numbers in self._shares
         ]
-        return ChunkLine(self.readers, stages)
+        return ChunkLine(self.readers, stages, self._alive)
 
     def _request(self, plan: ReadPlan, walk: EpochWalk, span: ChunkSpan) -> ReadRequest:
         return ReadRequest(plan, walk.start.epoch, walk.block, span, self._who, self._in_reader)

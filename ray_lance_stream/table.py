@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 
-from ray_lance_stream.errors import ConfigError, TableError, VersionNotFoundError
+from ray_lance_stream.errors import ConfigError, ReadError, TableError, VersionNotFoundError
 from ray_lance_stream.failures import attempt, chained, guarded, redact, secrets_of
 from ray_lance_stream.take import KEEP_VERSION_REMEDY
 
@@ -203,11 +203,16 @@ def _renewal_time_s(options: Mapping[str, str]) -> float:
 def _open_uring(ref: TableRef) -> lance.LanceDataset | None:
     import lance
 
-    if ref.uri.partition("://")[1] and not ref.uri.startswith("file://"):
+    scheme, is_uri, path = ref.uri.partition("://")
+    if is_uri and scheme != "file":
         return None
 
     def open_and_read() -> lance.LanceDataset:
-        dataset = lance.dataset(_URING + quote(ref.identity), version=ref.version)
+        dataset = lance.dataset(
+            _URING + quote(unquote(path) if is_uri else os.path.abspath(ref.uri)), version=ref.version
+        )
+        if dataset._ds.serialized_manifest() != ref.open()._ds.serialized_manifest():
+            raise ReadError("this path leads to another table")
         dataset.take([0])
         return dataset
 

@@ -90,7 +90,7 @@ def _read(
     if restore is not None:
         arrays = [array.take(pa.array(restore)) for array in arrays]
     fields = [*table.schema, *blobs.values()]
-    return pa.Table.from_arrays([*table.columns, *arrays], schema=pa.schema(fields)).select(columns)
+    return decoded(pa.Table.from_arrays([*table.columns, *arrays], schema=pa.schema(fields)).select(columns))
 
 
 def _read_plain(

@@ -77,7 +77,7 @@ class Processes:
     """
 
     concurrency: int | None
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(repr=False)  # environment variables may be among them
 
     def __str__(self) -> str:
         """What they ask of the cluster; not all options, which may hold secrets (environment variables)."""

@@ -53,7 +53,8 @@ class Transformable:
             batch_format: "numpy" (a dict of arrays), "pyarrow" or "pandas".
             fn_args, fn_kwargs: more arguments of fn.
             fn_constructor_args, fn_constructor_kwargs: arguments for the constructor of a class.
-            concurrency: at most so many processes over all workers: tasks for a function, actors for a class. (min, max)
+            concurrency: so many processes over all workers: tasks for a function (at least one for each worker), actors for a
+                class. (min, max)
                 means max: an actor that the cluster has no room for is not waited for while another one runs. None, without
                 resources: fn runs where the chunk is, at first in the threads of the reader.
             num_cpus: CPUs of each process; 1 if it is not given.

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 POLL_S = 0.1
+ALIVE_S = 5.0
 TELL_STALLED_S = 30.0
 STALLED_S = 240.0  # less than the 600 s after which a collective of the other ranks gives up
 LOST = (
@@ -200,7 +201,7 @@ class ReadWindow:
 
     def _wait(self, read: _Read) -> ChunkInfo | None:
         """What is known of a chunk once it is there; None if the window was closed before."""
-        sent_s = told_s = time.monotonic()
+        sent_s = told_s = alive_s = time.monotonic()
         answer = read.sent.info_ref.future()
         while not self._closed.is_set():
             # Not ray.wait: a thread that calls Ray after another one has shut it down takes the process along.
@@ -211,13 +212,17 @@ class ReadWindow:
                 if done:
                     return ray.get(read.sent.info_ref)
                 now_s = time.monotonic()
-                if now_s - sent_s > STALLED_S and not read.sent.steps_done():
+                if now_s - alive_s > ALIVE_S:
+                    self._line.alive()
+                    alive_s = now_s
+                if now_s - sent_s > STALLED_S and read.request.stage is None and not read.sent.steps_done():
                     # A call that hangs in a threaded actor cannot be cancelled. The reads of a killed reader are lost.
+                    # Not with a transform in it: what users write may take as long as it takes.
                     logger.warning("reader ended, no answer for %.0f s: %s", now_s - sent_s, read.request)
                     ray.kill(read.sent.reader)
                     sent_s = told_s = now_s
                 elif now_s - told_s > TELL_STALLED_S:
-                    whom = self._line.whom(read.sent)
+                    whom = self._line.whom(read.sent, read.request)
                     logger.warning("still waiting after %.0f s for %s: %s", now_s - sent_s, whom, read.request)
                     told_s = now_s
             except LOST as error:

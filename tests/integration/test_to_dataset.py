@@ -118,7 +118,7 @@ def test_transforms_are_applied_in_the_read_tasks(shards: Shards, table):
     )
     expected = [(row, 2 * value + 5) for row, value, _ in rows_of(stream.to_dataset(1))]
     assert [(row["id"], row["value"]) for row in mapped.to_dataset(1).iter_rows()] == expected
-    with pytest.raises(ConfigError, match=r"read tasks, which have no GPU, but doubled asks for one"):
+    with pytest.raises(ConfigError, match=r"plain read tasks, but doubled asks for num_gpus"):
         stream.map_batches(doubled, num_gpus=1, batch_size=8).to_dataset()
 
 

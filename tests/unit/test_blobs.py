@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from lance.blob import blob_array, blob_field
 
+from ray_lance_stream.blobs import unreadable_blobs
 from ray_lance_stream.source import projected_schema, sample_row_bytes, table_ref
 from ray_lance_stream.take import take_rows
 
@@ -83,6 +84,15 @@ def test_blobs_that_are_written_again_are_blobs(blobs: lance.LanceDataset, tmp_p
     again = lance.write_dataset(got, str(tmp_path / "again.lance"), data_storage_version="2.2")
     assert again.schema.field("blob").type.extension_name == "lance.blob.v2"
     assert again.scanner(blob_handling="all_binary").to_table()["blob"].to_pylist() == got["blob"].to_pylist()
+
+
+def test_blobs_inside_of_lists_are_refused(tmp_path: Path) -> None:
+    blob = pa.field("img", pa.large_binary(), metadata={"lance-encoding:blob": "true"})
+    in_lists = pa.list_(pa.struct([blob]))
+    fields = {"s": pa.struct([blob]), "l": in_lists, "d": pa.struct([("x", in_lists)])}
+    schema = pa.schema([blob, *fields.items()])
+    names = ["img", "s", "s.img", "l", "d", "d.x"]
+    assert unreadable_blobs(schema, names) == ["l", "d", "d.x"]
 
 
 def test_sizes_of_rows_count_blobs(tmp_path: Path) -> None:

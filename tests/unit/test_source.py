@@ -403,6 +403,21 @@ def test_io_uring_reads_the_table_at_that_path(tmp_path: Path, name: str) -> Non
     assert TableRef(f"file://{quote(ref.uri)}", ref.version).open_uring().take([4])["id"].to_pylist() == [28]
 
 
+@pytest.mark.parametrize("name", ["t?v=1", "link/../t"])
+def test_io_uring_never_reads_another_table(tmp_path: Path, name: str) -> None:
+    """Where two tables would be one to whoever cleans up the path."""
+    (tmp_path / "elsewhere" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "inner")
+    for number, path in enumerate([tmp_path / "t", tmp_path / "t?v=1", tmp_path / "elsewhere" / "t"]):
+        lance.write_dataset(pa.table({"id": np.arange(5) + 10 * number}), str(path))
+    uri = f"file://{tmp_path}/{name}" if ".." in name else str(tmp_path / name)
+    ref = TableRef(uri, 1)
+
+    opened = ref.open_uring()
+
+    assert opened is None or opened.take([2]) == ref.open().take([2])
+
+
 def test_where_io_uring_is_forbidden_it_is_tried_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     open_dataset = lance.dataset

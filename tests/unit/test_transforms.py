@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import lance
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -138,6 +139,47 @@ def test_new_tensors_and_objects_come_out_as_ray_data_gives_them(stream):
     assert table["image"].combine_chunks().to_numpy_ndarray().shape == (20, 2, 3)
 
 
+def test_nulls_that_change_the_type_of_a_part_change_no_value(tmp_path):
+    """Ray Data makes a float column of integers with a null: the parts of a chunk may differ."""
+    values = [None if i == 5 else i for i in range(48)]
+    lance.write_dataset(pa.table({"id": range(48), "x": pa.array(values, pa.int64())}), str(tmp_path / "t"))
+    stream = lance_stream(str(tmp_path / "t"), num_splits=NUM_SPLITS, shuffle=False)
+    for batch_size in (None, 4):
+        table, _ = chunk(stream.map_batches(lambda batch: batch, batch_size=batch_size), 0, 12)
+        assert [None if x is None or np.isnan(x) else x for x in table["x"].to_pylist()] == [
+            values[i] for i in ids_of(table)
+        ]
+
+
+class Reuses:
+    """Fills the same array at each call."""
+
+    def __init__(self) -> None:
+        self._ids = np.empty(4, np.int64)
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        self._ids[:] = batch["id"]
+        return {"id": self._ids}
+
+
+def test_an_instance_may_reuse_its_output(stream):
+    assert ids_of(chunk(stream.map_batches(Reuses, batch_size=4))[0]) == ids_of(chunk(stream)[0])
+
+
+def test_a_function_cannot_write_to_what_the_one_before_has_made(stream):
+    """Rows that are tried again must be what they were."""
+
+    def decode(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"id": batch["id"], "x": np.stack([batch["id"], batch["id"]], axis=1).astype(np.float32)}
+
+    def halve(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        batch["x"] /= 2
+        return batch
+
+    with pytest.raises(TransformError, match=r"halve failed on row .*read-only"):
+        chunk(stream.map_batches(decode).map_batches(halve))
+
+
 # ---- what it must not do
 
 
@@ -156,6 +198,7 @@ def raises(error: BaseException, batch: Any) -> Any:
         (drop_one, "drop_one must return as many rows as it is given, got 19 rows for 20"),
         (lambda batch: {"id": batch["id"], "x": [1]}, "got 1 and 20 rows for 20"),
         (lambda batch: {}, "got 0 rows for 20"),
+        (lambda batch: {"id": batch["id"], "k": 1}, "one value for each row, got {'id': 'ndarray', 'k': 'int'}"),
         (lambda batch: None, "must return a dict of arrays, a pyarrow.Table or a pandas.DataFrame, got NoneType"),
         (partial(raises, SystemExit(3)), "raises raised SystemExit: 3, which is no error"),
         (partial(raises, KeyboardInterrupt()), "raises raised KeyboardInterrupt"),
@@ -253,6 +296,31 @@ def test_a_constructor_that_fails_is_told(stream):
         chunk(stream.map_batches(Offset))
 
 
+class Exits:
+    def __init__(self) -> None:
+        raise SystemExit("no token")
+
+    def __call__(self, batch: Any) -> Any:
+        return batch
+
+
+def test_a_constructor_or_a_handler_that_would_end_the_process_is_told(stream):
+    with pytest.raises(
+        TransformError, match=r"the constructor of Exits raised SystemExit: no token, which is no error"
+    ):
+        chunk(stream.map_batches(Exits))
+    bad = ids_of(chunk(stream)[0])[:1]
+    with pytest.raises(TransformError, match=r"<lambda> raised SystemExit: 3, which is no error"):
+        chunk(stream.map_batches(fail_on(bad), on_transform_error=lambda error, row: raises(SystemExit(3), row)))
+
+
+def test_a_function_whose_module_is_missing_is_told(stream, monkeypatch):
+    mapped = stream.map_batches(numpy_sum, fn_args=[1])
+    monkeypatch.setattr("ray_lance_stream.loaded.pickle.loads", partial(raises, ModuleNotFoundError("no such module")))
+    with pytest.raises(TransformError, match=r"numpy_sum cannot be loaded where it is to run: ModuleNotFoundError"):
+        Chain(mapped._config.stages[0]).load()
+
+
 # ---- "replace"
 
 
@@ -334,6 +402,21 @@ def test_a_stand_in_passes_all_transforms_before(stream):
     assert np.array(ids_of(chunk(staged)[0])).reshape(-1, NUM_SPLITS).T[0][:4].tolist() == ids[:4].tolist()
 
 
+def test_a_stand_in_that_fails_later_is_told_as_such(stream):
+    ids = ids_of(chunk(stream)[0])
+    bad = ids[NUM_SPLITS]  # of the second cycle: the first row of its split stands in
+    mapped = stream.map_batches(fail_on([bad]), on_transform_error="replace")
+    with pytest.raises(
+        TransformError, match=rf"failed on row \d+, in place of which comes row \d+, .*bad row {ids[0]}"
+    ):
+        chunk(mapped.map_batches(fail_on([ids[0]])), 1, 2)
+    _, info = chunk(mapped.map_batches(fail_on([ids[0]]), on_transform_error="replace"), 1, 2)
+    counted = ReplacedRows(mapped._config.stages, "t", 1)
+    counted._transforms = {each.key: mapped._config.stages[0].transforms[0] for each in info.replaced}
+    counted.add(info.replaced)
+    assert "Rows replaced in this pass: 1 (" in str(counted)
+
+
 def test_a_window_without_a_good_row_is_an_error(stream):
     """All rows of a split."""
     plain = by_position(stream)
@@ -382,6 +465,10 @@ def test_replaced_rows_are_counted_and_limited(stream, monkeypatch):
     ):
         rows.add([Replaced(key, 33, 32)])
     assert [count for count, _ in told] == [2, 1, 1]
+    unlimited = ReplacedRows(stream.map_batches(fail_on([]), on_transform_error="replace")._config.stages, "t", 1)
+    unlimited._transforms[key] = next(iter(unlimited._transforms.values()))
+    unlimited.add([Replaced(key, row, row + 1) for row in range(150)])
+    assert str(unlimited).endswith("99 -> 100, ...\n")
     assert told[0][1] == {"stream": "t", "rank": "1"}
 
 
