@@ -158,9 +158,9 @@ def start_consumers(stream: LanceStream, world_size: int, form: str = "torch bat
 
 
 def total_rate(consumers: list[Any], context: Context) -> float:
-    """Rows per second of all ranks together."""
+    """Rows per second of all ranks together, once each of them has filled its window of reads in flight."""
     ray.get([consumer.begin.remote() for consumer in consumers])
-    warm_until_s = time.time() + context.warm_s
+    warm_until_s = time.time() + 15 * context.warm_s
     ray.get([consumer.rows_until.remote(warm_until_s) for consumer in consumers])
     start_s = time.time()
     rows = ray.get([consumer.rows_until.remote(start_s + 2 * context.window_s) for consumer in consumers])

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-READS_AT_A_TIME = 4
+# Reads that run together slow down the one that the loop waits for. Of a local table, two keep Lance's threads busy; of a
+# remote one, most of the time is waiting.
+LOCAL_READS_AT_A_TIME = 2
+REMOTE_READS_AT_A_TIME = 4
 KEPT_PLANS = 4
 
 
@@ -159,7 +162,7 @@ def start_reader(label: str, table: TableRef, node_id: str | None) -> ray.actor.
     actor: Any = ray.remote(SplitReader)
     return actor.options(
         num_cpus=0,
-        max_concurrency=READS_AT_A_TIME,
+        max_concurrency=LOCAL_READS_AT_A_TIME if table.is_local else REMOTE_READS_AT_A_TIME,
         max_restarts=0,
         max_task_retries=0,
         scheduling_strategy=affinity,

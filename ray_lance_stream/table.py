@@ -80,6 +80,12 @@ class TableRef:
         return f"TableRef({self.identity!r}, version={self.version})"
 
     @property
+    def is_local(self) -> bool:
+        """Whether the table lies in the file system."""
+        scheme, is_uri, _ = self.uri.partition("://")
+        return not is_uri or scheme == "file"
+
+    @property
     def identity(self) -> str:
         """What names the table in states and messages: the URI without secrets."""
         return public_uri(self.uri)
@@ -203,9 +209,9 @@ def _renewal_time_s(options: Mapping[str, str]) -> float:
 def _open_uring(ref: TableRef) -> lance.LanceDataset | None:
     import lance
 
-    scheme, is_uri, path = ref.uri.partition("://")
-    if is_uri and scheme != "file":
+    if not ref.is_local:
         return None
+    _, is_uri, path = ref.uri.partition("://")
 
     def open_and_read() -> lance.LanceDataset:
         dataset = lance.dataset(
