@@ -1,4 +1,4 @@
-"""Runs benchmarks, each in a process of its own, and writes the page with their results."""
+"""Runs benchmarks, each in a process of its own, and writes the page with their results and those of earlier runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from benchmarks.common import Check, Context, Table, say, start_ray
-from benchmarks.report import load, machine, render
+from benchmarks.report import Run, load, machine, render
 
 # name -> seconds that it may take
 BENCHMARKS = {
@@ -53,18 +53,32 @@ def main() -> int:
 
 
 def _run_all(names: list[str], context: Context, out: Path) -> int:
-    begun_s = time.time()
-    context.data.mkdir(parents=True, exist_ok=True)
-    facts = {**machine(), "load when begun": load()}
-    results: dict[str, list[Table] | str] = {}
+    kept = context.data / ("quick" if context.quick else "full") / "results"
+    kept.mkdir(parents=True, exist_ok=True)
+    failed = False
     for name in names:
         say(f"{name} begins")
-        results[name] = _run_child(name, context)
-        page = render(results, context, facts, begun_s)  # after each, so that an interrupted run leaves a page
+        begun = Run([], machine(), load(), "", time.time(), 0.0, context.repeats)
+        tables = _run_child(name, context)
+        failed |= isinstance(tables, str)
+        run = dataclasses.replace(begun, tables=tables, load_after=load(), took_s=time.time() - begun.begun_s)
+        (kept / f"{name}.json").write_text(json.dumps(dataclasses.asdict(run)))
+        page = render(_kept_runs(kept), context)  # after each, so that an interrupted run leaves a page
         out.write_text(page)
     print(page)
     say(f"written to {out}")
-    return 1 if any(isinstance(result, str) for result in results.values()) else 0
+    return 1 if failed else 0
+
+
+def _kept_runs(folder: Path) -> dict[str, Run]:
+    """The newest run of each benchmark."""
+    found = {name: folder / f"{name}.json" for name in BENCHMARKS}
+    return {name: _run(json.loads(path.read_text())) for name, path in found.items() if path.exists()}
+
+
+def _run(saved: dict) -> Run:
+    tables = saved["tables"]
+    return Run(**{**saved, "tables": tables if isinstance(tables, str) else [_table(each) for each in tables]})
 
 
 def _run_child(name: str, context: Context) -> list[Table] | str:

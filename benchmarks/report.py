@@ -7,12 +7,34 @@ import platform
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks.common import Context, Table
+from benchmarks.common import Context, Table, seconds
 
 LIBRARIES = ("ray", "pylance", "lancedb", "pyarrow", "numpy", "torch")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one benchmark.
+
+    Attributes:
+        tables: what it returned, or why it did not.
+        facts: what its figures depend on.
+        load_before, load_after: processes that wanted a core in the minute before.
+        begun_s, took_s: time of day, and seconds.
+        repeats: paired runs.
+    """
+
+    tables: list[Table] | str
+    facts: dict[str, str]
+    load_before: str
+    load_after: str
+    begun_s: float
+    took_s: float
+    repeats: int
 
 
 def _lines(path: str, start: str) -> list[str]:
@@ -71,29 +93,35 @@ def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> li
     return lines + ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
 
 
-def render(results: dict[str, list[Table] | str], context: Context, facts: dict[str, str], begun_s: float) -> str:
-    """The page. `results`: tables of each benchmark, or why there are none."""
+def render(runs: dict[str, Run], context: Context) -> str:
+    """The page of the newest run of each benchmark."""
     lines = ["# Results", "", "Written by `make bench`; see [README.md](README.md) for what is measured, and how.", ""]
     if context.quick:
         lines += ["**A quick run: tiny tables and short windows. The figures mean nothing.**", ""]
     facts = {
-        **facts,
-        "load when finished": load(),
-        "taken": f"{time.strftime('%Y-%m-%d', time.gmtime())}, {(time.time() - begun_s) / 60:.0f} minutes",
-        "figures": f"median (smallest to largest) of {context.repeats} paired runs, unless a table says otherwise",
+        key: " / ".join(dict.fromkeys(run.facts[key] for run in runs.values())) for key in machine() if key != "commit"
     }
     lines += _markdown_table(["", ""], list(facts.items()))
-    lines += _checks([table for tables in results.values() if not isinstance(tables, str) for table in tables])
-    for name, tables in results.items():
-        if isinstance(tables, str):
-            lines += ["", f"## {name}", "", f"Not measured: {tables}"]
+    lines += ["", "Figures are medians (smallest to largest) of paired runs, unless a table says otherwise.", ""]
+    columns = ["benchmark", "commit", "begun (UTC)", "took", "paired runs", "load before and after"]
+    lines += _markdown_table(columns, [_row(name, run) for name, run in runs.items()])
+    lines += _checks([table for run in runs.values() if not isinstance(run.tables, str) for table in run.tables])
+    for name, run in runs.items():
+        if isinstance(run.tables, str):
+            lines += ["", f"## {name}", "", f"Not measured: {run.tables}"]
             continue
-        for table in tables:
+        for table in run.tables:
             lines += ["", f"## {table.title}", ""]
             if table.note:
                 lines += [table.note, ""]
             lines += _markdown_table(table.columns, table.rows)
     return "\n".join(lines) + "\n"
+
+
+def _row(name: str, run: Run) -> list[str]:
+    begun = time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.begun_s))
+    loads = f"{run.load_before}, {run.load_after}"
+    return [name, run.facts["commit"], begun, seconds(run.took_s), str(run.repeats), loads]
 
 
 def _checks(tables: Sequence[Table]) -> list[str]:
