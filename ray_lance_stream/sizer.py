@@ -25,6 +25,12 @@ class ChunkSizer:
         self._cycle_bytes = max(1, row_bytes * block_size)  # the largest seen so far
         self._measured = False
 
+    def again(self, first_rows: int) -> ChunkSizer:
+        """A sizer that begins with a small chunk once more, and knows the bytes of a row from the start."""
+        sizer = ChunkSizer(self._config, self._block_size, 1, first_rows)
+        sizer._cycle_bytes, sizer._measured = self._cycle_bytes, self._measured
+        return sizer
+
     def next_cycles(self) -> int:
         """Cycles to ask for next."""
         if self._config.read_batch_size:

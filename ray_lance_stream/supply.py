@@ -69,11 +69,13 @@ class ChunkSupply:
 
     def _new_window(self, plan: ReadPlan, walk: EpochWalk, before: ReadWindow | None) -> ReadWindow:
         """The chunks of a pass; `before` is the window of the running pass, where this one is read ahead."""
-        request = partial(self._request, plan, walk)
-        if before is not None:
-            sizer = before.sizer  # nobody waits for the first chunk: no need to begin with a small one
+        request, first_rows = partial(self._request, plan, walk), walk.batch_size or walk.block.size
+        if before is None:
+            sizer = ChunkSizer(self._config, walk.block.size, plan.row_bytes, first_rows)
+        elif before.held_bytes() < before.sizer.next_bytes():
+            sizer = before.sizer.again(first_rows)
         else:
-            sizer = ChunkSizer(self._config, walk.block.size, plan.row_bytes, walk.batch_size or walk.block.size)
+            sizer = before.sizer  # the loop has a chunk to consume before it asks for the first one
         return ReadWindow(walk, request, self._line(), sizer, self._config, self._new_count())
 
     def _line(self) -> ChunkLine:
