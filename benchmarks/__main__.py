@@ -20,7 +20,7 @@ BENCHMARKS = {
     "throughput": 900.0,
     "peers": 1200.0,
     "latency": 300.0,
-    "rescale": 300.0,
+    "rescale": 600.0,
     "planning": 240.0,
     "stall": 120.0,
     "memory": 180.0,
