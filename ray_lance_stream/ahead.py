@@ -32,9 +32,7 @@ class ReadAhead:
         self._next: _Next | None = None
 
     def go_on(self, running: ReadWindow, plan: ReadPlan, next_walk: Callable[[], EpochWalk]) -> None:
-        """Send the reads for which there is room; none before all of the running pass have been sent."""
-        if not running.all_sent():
-            return
+        """Send the reads for which there is room, once all of the running pass have been sent."""
         if self._next is None:
             walk = next_walk()
             self._next = _Next(plan, walk, self._new_window(plan, walk, running))

@@ -7,7 +7,6 @@ checkpoint, never the coordinator, is where a run continues from: the model woul
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -25,8 +24,6 @@ from ray_lance_stream.table import TableRef
 
 if TYPE_CHECKING:
     from ray_lance_stream.transform import Stage
-
-logger = logging.getLogger(__name__)
 
 CALLS_AT_A_TIME = 16
 MAX_RESTARTS = 16

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 from ray_lance_stream.config import ReadPlan, Shared
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.source import count_rows, match_rows, sample_row_bytes
-
-logger = logging.getLogger(__name__)
 
 
 def plan_table(plan: ReadPlan) -> ReadPlan:

@@ -5,7 +5,6 @@ Imports neither ray.data nor ray.train nor torch: a reader must start quickly.
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,6 @@ from ray_lance_stream.take import take_rows
 if TYPE_CHECKING:
     from ray_lance_stream.replaced import Replaced
     from ray_lance_stream.transform import Stage
-
-logger = logging.getLogger(__name__)
 
 # Reads that run together slow down the one that the loop waits for. Of a local table, two keep Lance's threads busy; of a
 # remote one, most of the time is waiting.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ from ray.util import metrics
 
 from ray_lance_stream.errors import TransformError
 from ray_lance_stream.transform import Stage
-
-logger = logging.getLogger(__name__)
 
 WINDOW_POSITIONS = 64  # a constant of the row order: another one would be other rows
 SHOWN = 100

@@ -195,7 +195,7 @@ class StreamShard(StreamSizedIterator):
             self._position.tell()
 
     def _read_ahead(self, running: ReadWindow, walk: EpochWalk) -> None:
-        if self._supply.may_read_ahead:
+        if running.all_sent and self._supply.may_read_ahead:
             next_walk = partial(self._walk, Position(walk.start.epoch + 1), walk.batch_size, walk.drop_last)
             self._supply.ahead.go_on(running, self._position.plan, next_walk)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Mapping
@@ -19,8 +18,6 @@ from ray_lance_stream.state import StreamState, dump_states, parse_states
 if TYPE_CHECKING:
     from ray_lance_stream.coordinator import Attempt
     from ray_lance_stream.shard import StreamShard
-
-logger = logging.getLogger(__name__)
 
 STATE_FILE = "ray_lance_stream.json"
 

@@ -54,9 +54,8 @@ class Transformable:
             fn_args, fn_kwargs: more arguments of fn.
             fn_constructor_args, fn_constructor_kwargs: arguments for the constructor of a class.
             concurrency: so many processes over all workers: tasks for a function (at least one for each worker), actors for a
-                class. (min, max)
-                means max: an actor that the cluster has no room for is not waited for while another one runs. None, without
-                resources: fn runs where the chunk is, at first in the threads of the reader.
+                class. (min, max) means max: an actor that the cluster has no room for is not waited for while another one
+                runs. None, without resources: fn runs where the chunk is, at first in the threads of the reader.
             num_cpus: CPUs of each process; 1 if it is not given.
             num_gpus: GPUs of each process; batch_size must be given too.
             memory: bytes of heap memory of each process.

@@ -82,6 +82,7 @@ class ReadWindow:
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._last_span: ChunkSpan | None = None
+        self.all_sent = walk.next_span(None, 1) is None  # whether no read is left to be sent
         self._reads: deque[_Read] = deque()
         self._handed: deque[tuple[int, int]] = deque()  # (end_row, bytes) of chunks not yet received whole
         self._received_rows = 0
@@ -117,11 +118,6 @@ class ReadWindow:
         """Send reads before the pass has begun, while the one before it still holds some bytes."""
         self._beside_bytes = held_bytes
         self._fill(needed=False)
-
-    def all_sent(self) -> bool:
-        """Whether no read is left to be sent."""
-        with self._lock:
-            return self._walk.next_span(self._last_span, 1) is None
 
     def held_bytes(self) -> int:
         """Bytes in flight, and of chunks that the loop has not received whole; estimated where not yet known."""
@@ -182,6 +178,7 @@ class ReadWindow:
             if not is_needed and held_bytes + self.sizer.bytes_of(span.num_rows) > self._config.prefetch_bytes:
                 return None
             self._last_span = span
+            self.all_sent = self._walk.next_span(span, 1) is None
             self.sizer.sent(cycles)
             return span
 
