@@ -56,8 +56,7 @@ def _slow_epoch(stream: Any, context: Context) -> tuple[list[int], int]:
     held, spilled_bytes = [], 0
     for _ in shard.iter_batches(batch_format="pyarrow"):
         time.sleep(pause_s)
-        if shard._pass is not None and shard._pass._window is not None:
-            held.append(shard._pass._window.held_bytes() + shard._supply.ahead.held_bytes())
+        held.append(shard._supply.in_flight()[1])
         spilled_bytes = max(spilled_bytes, _spilled_bytes())
     shard.close()
     return held, spilled_bytes

@@ -53,6 +53,7 @@ class ReadAhead:
             self._next.window.close()
             self._next = None
 
-    def held_bytes(self) -> int:
-        """Bytes of what is read ahead; estimated where not yet known."""
-        return self._next.window.held_bytes() if self._next is not None else 0
+    @property
+    def window(self) -> ReadWindow | None:
+        """What is read ahead, if anything is."""
+        return self._next.window if self._next is not None else None

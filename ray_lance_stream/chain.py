@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -72,13 +73,15 @@ class Chain:
             raise TransformError(f"{request.who}: {error}", error.__cause__) from error.__cause__
 
     def _run(self, table: pa.Table, info: ChunkInfo, request: ReadRequest) -> tuple[pa.Table, ChunkInfo]:
+        begun_s = time.perf_counter()
         largest_bytes, replaced = info.largest_bytes, list(info.replaced)
         for number in range(self._first, len(self._transforms)):
             step = _Step(self, number, table, request, {each.row: each.by for each in replaced})
             table = step.run()
             replaced += step.replaced
             largest_bytes = max(largest_bytes, table.nbytes)
-        return table, ChunkInfo(info.num_rows, table.nbytes, largest_bytes, tuple(replaced))
+        transform_s = info.transform_s + time.perf_counter() - begun_s
+        return table, ChunkInfo(info.num_rows, table.nbytes, largest_bytes, tuple(replaced), info.read_s, transform_s)
 
 
 class _Step:

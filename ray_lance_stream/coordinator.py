@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from ray_lance_stream.config import ReadPlan
+from ray_lance_stream.meter import Tally
 from ray_lance_stream.planner import plan_table
 from ray_lance_stream.reader import start_reader
 from ray_lance_stream.shelf import Owner, Reader, ReaderShelf, StageShelf, Worker
@@ -72,11 +73,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RankProgress:
-    """What one rank last told: its state, rows received in this attempt, seconds since it began to iterate."""
+    """What one rank last told: its state, and what it has counted in this attempt."""
 
     state: StreamState
-    rows: int
-    elapsed_s: float
+    tally: Tally
 
 
 @dataclass

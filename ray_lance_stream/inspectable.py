@@ -14,6 +14,7 @@ from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.coordinator import RankProgress
 from ray_lance_stream.dataset import epoch_dataset
 from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.meter import Tally
 from ray_lance_stream.state import StreamState
 
 if TYPE_CHECKING:
@@ -128,16 +129,31 @@ class Inspectable:
         return (saved or start).to_dict()
 
     def progress(self, run: str | None = None) -> dict[int, dict[str, Any]]:
-        """By rank: epoch, samples_consumed_per_split, rows received in this attempt and rows_per_s, as last told."""
+        """By rank: epoch, samples_consumed_per_split, rows received in this attempt, rows_per_s, and wait_share: the part of
+        the loop's time, from 0 to 1, that it waited for batches. As last told."""
         return {
             rank: {
                 "epoch": told.state.epoch,
                 "samples_consumed_per_split": told.state.samples_consumed_per_split,
-                "rows": told.rows,
-                "rows_per_s": told.rows / told.elapsed_s if told.elapsed_s > 0 else 0.0,
+                "rows": told.tally.rows,
+                "rows_per_s": told.tally.rows_per_s,
+                "wait_share": told.tally.wait_share,
             }
             for rank, told in self._snapshot(run).items()
         }
+
+    def stats(self, run: str | None = None) -> str:
+        """What all ranks of a run have counted in this attempt, added up, as last told; errors as `progress`.
+
+        In local mode, and where the stream iterates itself, those of its only shard.
+        """
+        ranks = self._snapshot(run)
+        if not ranks and self._local is not None:
+            return self._local.stats()
+        tallies = [told.tally for told in ranks.values()]
+        total = sum(tallies, Tally()).to_text(sum(tally.rows_per_s for tally in tallies))
+        waits = ", ".join(f"{rank}: {told.tally.wait_share:.1%}" for rank, told in ranks.items())
+        return f"Ranks: {len(ranks)}\n{total}* Waiting by rank: {waits}\n"
 
     def _snapshot(self, run: str | None) -> dict[int, RankProgress]:
         if self._coordinator is None:

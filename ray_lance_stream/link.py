@@ -12,6 +12,7 @@ from ray_lance_stream import train
 from ray_lance_stream.config import ReadPlan
 from ray_lance_stream.coordinator import Attempt, RankProgress, StepSize
 from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.meter import Meter
 from ray_lance_stream.shelf import Owner, Reader, Worker
 from ray_lance_stream.splits import SplitBlock, cycles_per_batch
 from ray_lance_stream.state import StreamState
@@ -29,16 +30,18 @@ class CoordinatorLink:
         coordinator: the actor.
         attempt: the worker group of this rank.
         rank: this rank.
+        meter: what this rank has counted.
     """
 
-    def __init__(self, name: str, coordinator: ray.actor.ActorHandle, attempt: Attempt, rank: int) -> None:
+    def __init__(
+        self, name: str, coordinator: ray.actor.ActorHandle, attempt: Attempt, rank: int, meter: Meter
+    ) -> None:
         self._name = name
         self._coordinator = coordinator
         self._attempt = attempt
         self._rank = rank
+        self._meter = meter
         self._told_s = 0.0
-        self._first_row_s: float | None = None
-        self._rows = 0
         self._passes = 0
 
     def prepare_reader(self) -> None:
@@ -97,21 +100,18 @@ class CoordinatorLink:
             "shard.local_batch_size(global_batch_size) on every rank"
         )
 
-    def received(self, rows: int) -> bool:
-        """Count rows; returns whether it is time to `tell`."""
-        now_s = time.monotonic()
-        if self._first_row_s is None:
-            self._first_row_s = now_s
-        self._rows += rows
-        return now_s - self._told_s > TELL_INTERVAL_S
+    def is_time_to_tell(self) -> bool:
+        """Whether the coordinator has not been told for a while."""
+        return time.monotonic() - self._told_s > TELL_INTERVAL_S
 
     def tell(self, state: StreamState) -> None:
-        """Tell where this rank is; waits for nothing."""
+        """Tell the coordinator and Ray's metrics where this rank is and what it has counted; waits for nothing."""
         if not ray.is_initialized():  # a pass that the interpreter ends as it exits
             return
         self._told_s = time.monotonic()
-        elapsed_s = self._told_s - self._first_row_s if self._first_row_s is not None else 0.0
-        self._coordinator.record.remote(self._named(), self._rank, RankProgress(state, self._rows, elapsed_s))
+        tally, attempt = self._meter.tally(), self._named()
+        self._meter.export(tally, state, {"stream": self._name, "rank": str(self._rank), "run": attempt.run})
+        self._coordinator.record.remote(attempt, self._rank, RankProgress(state, tally))
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
         try:

@@ -5,6 +5,7 @@ Imports neither ray.data nor ray.train nor torch: a reader must start quickly.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -85,12 +86,16 @@ class ChunkInfo:
         size_bytes: Arrow bytes.
         largest_bytes: the most Arrow bytes that it had on its way through the transforms.
         replaced: rows that others stand in for.
+        read_s: seconds that reading it took.
+        transform_s: seconds that its transforms took.
     """
 
     num_rows: int
     size_bytes: int
     largest_bytes: int
     replaced: tuple[Replaced, ...] = ()
+    read_s: float = 0.0
+    transform_s: float = 0.0
 
 
 def read_chunk(request: ReadRequest, plan: StreamPlan) -> tuple[pa.Table, ChunkInfo]:
@@ -102,8 +107,9 @@ def read_chunk(request: ReadRequest, plan: StreamPlan) -> tuple[pa.Table, ChunkI
             Ray's threads in silence.
     """
     try:
+        begun_s = time.perf_counter()
         table = request.take(request.rows(plan))
-        info = ChunkInfo(table.num_rows, table.nbytes, table.nbytes)
+        info = ChunkInfo(table.num_rows, table.nbytes, table.nbytes, read_s=time.perf_counter() - begun_s)
         if request.stage is not None:
             from ray_lance_stream.chain import kept_chains  # imports ray.data
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-from ray.util import metrics
 
 from ray_lance_stream.errors import TransformError
 from ray_lance_stream.transform import Stage
@@ -50,12 +47,14 @@ class ReplacedRows:
         stages: the transforms.
         name: of the stream.
         rank: of the shard.
+        count: told how many rows were replaced in a chunk.
     """
 
-    def __init__(self, stages: Sequence[Stage], name: str, rank: int) -> None:
+    def __init__(self, stages: Sequence[Stage], name: str, rank: int, count: Callable[[int], None]) -> None:
         self._transforms = {each.key: each for stage in stages for each in stage.transforms}
         self._name = name
         self._rank = rank
+        self._count = count
         self._total = 0
         self._counts: Counter[str] = Counter()
         self._first: list[Replaced] = []
@@ -71,7 +70,7 @@ class ReplacedRows:
         self._first += replaced[: SHOWN - len(self._first)]
         rows = len({each.row for each in replaced})  # a row may be replaced by one transform after the other
         self._total += rows
-        _metric().inc(rows, {"stream": self._name, "rank": str(self._rank)})
+        self._count(rows)
         for key, count in Counter(each.key for each in replaced).items():
             self._counts[key] += count
             transform = self._transforms[key]
@@ -92,12 +91,3 @@ class ReplacedRows:
 
 def _shown(replaced: Sequence[Replaced]) -> str:
     return ", ".join(f"{each.row} -> {each.by}" for each in replaced)
-
-
-@functools.cache
-def _metric() -> metrics.Counter:
-    return metrics.Counter(
-        "ray_lance_stream_replaced_rows",
-        "Rows on which a transform failed and for which others stood in.",
-        ("stream", "rank"),
-    )

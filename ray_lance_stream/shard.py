@@ -20,7 +20,7 @@ from ray_lance_stream.cursor import Cursor, EpochWalk, Position
 from ray_lance_stream.epoch_pass import EpochPass
 from ray_lance_stream.line import with_chunks_for_stages
 from ray_lance_stream.link import CoordinatorLink
-from ray_lance_stream.replaced import ReplacedRows
+from ray_lance_stream.meter import Meter
 from ray_lance_stream.restore import StreamPosition
 from ray_lance_stream.source import projected_schema
 from ray_lance_stream.splits import RankShare
@@ -28,7 +28,7 @@ from ray_lance_stream.state import StreamState, skipped_in
 from ray_lance_stream.supply import ChunkSupply
 from ray_lance_stream.window import ReadWindow
 
-RUNTIME = ("_position", "_pass", "_stats", "_link", "_supply", "_batch_rule", "_replaced")
+RUNTIME = ("_position", "_pass", "_stats", "_link", "_supply", "_batch_rule", "_meter")
 
 
 class StreamShard(StreamSizedIterator):
@@ -72,10 +72,10 @@ class StreamShard(StreamSizedIterator):
     def _reset_runtime(self) -> None:
         self._pass: EpochPass | None = None
         self._stats = DatasetStats(metadata={}, parent=None)
-        self._link = CoordinatorLink(self.name, self._coordinator, self._attempt, self.world_rank)
+        self._meter = Meter(self._stats, lambda: self._supply.in_flight())
+        self._link = CoordinatorLink(self.name, self._coordinator, self._attempt, self.world_rank, self._meter)
         world = self._attempt.world_size
-        self._supply = ChunkSupply(self._config, self.name, self.world_rank, world, self._link)
-        self._replaced: ReplacedRows | str = ""  # in the newest pass
+        self._supply = ChunkSupply(self._config, self.name, self.world_rank, world, self._link, self._meter)
         self._position = StreamPosition(self.name, self._plan, self._config, world // self._config.replicas, self._link)
         self._batch_rule = BatchSizeRule(self._share, self._config.global_batch_size)
 
@@ -185,13 +185,12 @@ class StreamShard(StreamSizedIterator):
             self._link.agree_on_step(walk.start.epoch, walk.block, new.batch_size, new.drop_last)
         cursor.begin(walk)
         self._pass = new
-        window = self._supply.ahead.take(self._position.plan, walk)
-        self._replaced = window.replaced
-        return walk, window
+        return walk, self._supply.take(self._position.plan, walk)
 
     def _received(self, rows: int) -> None:
         self._position.cursor().received(rows)
-        if self._link.received(rows):
+        self._meter.received(rows)
+        if self._link.is_time_to_tell():
             self._position.tell()
 
     def _read_ahead(self, running: ReadWindow, walk: EpochWalk) -> None:
@@ -288,8 +287,8 @@ class StreamShard(StreamSizedIterator):
         return Schema(batch_schema(projected_schema(plan.table, list(plan.columns))))
 
     def stats(self) -> str:
-        """Time spent waiting, fetching and converting, in Ray Data's words; rows that transforms replaced in this pass."""
-        return self._stats.to_summary().to_string() + str(self._replaced)
+        """Ray Data's own figures of its iterator, those of this rank so far, and rows that were replaced in this pass."""
+        return self._stats.to_summary().to_string() + self._meter.tally().to_text() + self._supply.replaced
 
     def get_context(self) -> DataContext:
         """The Ray Data context of the batches."""

@@ -31,7 +31,6 @@ SHARD_METHODS = (
     "iter_rows",
     "materialize",
     "schema",
-    "stats",
     "load_state_dict",
     "save_state",
     "epoch",

@@ -13,6 +13,7 @@ from ray_lance_stream.cursor import ChunkSpan, EpochWalk
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.line import ChunkLine, StageActors, StageTasks, share_of
 from ray_lance_stream.link import CoordinatorLink
+from ray_lance_stream.meter import Meter
 from ray_lance_stream.pool import ReaderPool
 from ray_lance_stream.reader import ReadRequest
 from ray_lance_stream.replaced import ReplacedRows
@@ -28,9 +29,12 @@ class ChunkSupply:
         name: of the stream.
         rank, world_size: of the shard.
         link: gets readers and actors of stages from the coordinator.
+        meter: counts what comes.
     """
 
-    def __init__(self, config: StreamConfig, name: str, rank: int, world_size: int, link: CoordinatorLink) -> None:
+    def __init__(
+        self, config: StreamConfig, name: str, rank: int, world_size: int, link: CoordinatorLink, meter: Meter
+    ) -> None:
         stages = config.stages
         self.readers = ReaderPool(config.readers_per_worker, link.reader)
         self._config = config
@@ -43,8 +47,25 @@ class ChunkSupply:
             for stage, numbers in self._shares
             if stage.is_pool
         }
-        self._new_count = partial(ReplacedRows, stages, name, rank)
+        self._meter = meter
+        self._new_count = partial(ReplacedRows, stages, name, rank, meter.replaced)
         self.ahead = ReadAhead(self._new_window)
+        self._newest: ReadWindow | None = None
+
+    def take(self, plan: ReadPlan, walk: EpochWalk) -> ReadWindow:
+        """The window of a pass that begins."""
+        self._newest = self.ahead.take(plan, walk)
+        return self._newest
+
+    def in_flight(self) -> tuple[int, int]:
+        """(chunks, bytes) of the newest pass, and of what is read ahead."""
+        windows = [window for window in (self._newest, self.ahead.window) if window is not None]
+        return sum(each.chunks_in_flight() for each in windows), sum(each.held_bytes() for each in windows)
+
+    @property
+    def replaced(self) -> str:
+        """A line on the rows that were replaced in the newest pass; empty if there are none."""
+        return str(self._newest.replaced) if self._newest is not None else ""
 
     @property
     def may_read_ahead(self) -> bool:
@@ -76,7 +97,7 @@ class ChunkSupply:
             sizer = before.sizer.again(first_rows)
         else:
             sizer = before.sizer  # the loop has a chunk to consume before it asks for the first one
-        return ReadWindow(walk, request, self._line(), sizer, self._config, self._new_count())
+        return ReadWindow(walk, request, self._line(), sizer, self._config, self._new_count(), self._meter)
 
     def _line(self) -> ChunkLine:
         """The way of the chunks of one pass."""

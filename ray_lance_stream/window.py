@@ -17,6 +17,7 @@ from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.cursor import ChunkSpan, EpochWalk
 from ray_lance_stream.errors import ReadError
 from ray_lance_stream.line import DIED, ChunkLine, Sent
+from ray_lance_stream.meter import Meter
 from ray_lance_stream.reader import ChunkInfo, ReadRequest
 from ray_lance_stream.replaced import ReplacedRows
 from ray_lance_stream.sizer import ChunkSizer
@@ -61,6 +62,7 @@ class ReadWindow:
         sizer: chunk sizes.
         config: bounds.
         replaced: counts the rows that were replaced in the chunks that came; more than allowed end the pass.
+        meter: counts chunks and lost reads.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ReadWindow:
         sizer: ChunkSizer,
         config: StreamConfig,
         replaced: ReplacedRows,
+        meter: Meter,
     ) -> None:
         self._walk = walk
         self._make_request = make_request
@@ -78,6 +81,7 @@ class ReadWindow:
         self.sizer = sizer
         self._config = config
         self.replaced = replaced
+        self._meter = meter
         # Reentrant: the garbage collector may end an iterator, and with it close this window, wherever it likes.
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -102,6 +106,7 @@ class ReadWindow:
             read = self._reads[0]
         info = self._wait(read)
         if info is not None:
+            self._meter.came(info)
             self.replaced.add(info.replaced)
         with self._lock:
             if info is None or self._closed.is_set():
@@ -124,6 +129,10 @@ class ReadWindow:
         with self._lock:
             waiting = sum(self.sizer.bytes_of(read.request.span.num_rows) for read in self._reads)
             return waiting + sum(size for _, size in self._handed)
+
+    def chunks_in_flight(self) -> int:
+        """Chunks that are asked for and not received whole."""
+        return len(self._reads) + len(self._handed)
 
     def received(self, rows: int) -> None:
         """The loop has received `rows` more rows."""
@@ -246,6 +255,7 @@ class ReadWindow:
             read.request,
             type(error).__name__,
         )
+        self._meter.retried()
         self._line.drop(read.sent, error)
         sent = self._line.send(read.request)
         with self._lock:

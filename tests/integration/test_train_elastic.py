@@ -104,6 +104,9 @@ def logs(cluster, table, tmp_path_factory) -> dict[int, Path]:
         progress = made["plain"].progress()
         assert sorted(progress) == list(range(world))
         assert all(told["epoch"] == EPOCHS and told["rows_per_s"] > 0 for told in progress.values())
+        rows = sum(told["rows"] for told in progress.values())
+        assert rows == EPOCHS * made["plain"].num_rows > 0
+        assert made["plain"].stats().startswith(f"Ranks: {world}\n* Rows received: {rows} (")
         assert made["plain"].state_dict()["epoch"] == EPOCHS
         kept += made.values()
         found[world] = directory

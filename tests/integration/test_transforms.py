@@ -104,6 +104,23 @@ def test_rows_and_order_are_those_of_the_stream_without_transforms(shards: Shard
             assert most == share
 
 
+@pytest.mark.parametrize(("read_s", "loop_s"), [(0.03, 0.0), (0.0, 0.03)])
+def test_stats_tell_whether_the_loop_or_the_loader_is_slow(shards: Shards, table, read_s, loop_s):
+    """B51."""
+    slow = shards.stream(table, **CHUNKS).map_batches(stamped, fn_kwargs={"sleep_s": read_s})
+    shard = shards.of(slow)
+    for _ in shard.iter_batches(batch_size=NUM_SPLITS):
+        time.sleep(loop_s)
+    tally = shard._meter.tally()
+    assert (tally.wait_share > 0.6) == (read_s > 0)
+    assert (tally.wait_share < 0.4) == (loop_s > 0)
+    assert (tally.rows, tally.chunks, tally.retries, tally.chunks_in_flight) == (NUM_SPLITS * R, R // 4, 0, 4)  # ahead
+    assert tally.transform_s >= R // 4 * read_s
+    assert tally.read_s > 0
+    assert f"* Rows received: {NUM_SPLITS * R} (" in shard.stats()
+    assert f"* Loop waited for batches: {tally.wait_s:.2f}s ({tally.wait_share:.1%} of its time)" in shard.stats()
+
+
 def test_the_schema_is_that_of_the_batches(shards: Shards, table):
     shard = shards.of(
         shards.stream(table, **CHUNKS).map_batches(lambda batch: {"half": batch["id"] / 2, "vec": batch["vec"]})
@@ -151,6 +168,17 @@ def test_actors_go_on_to_the_next_worker_group(pooled):
     assert found[0] == found[2] == found[4]  # actor 0 serves ranks 0 and 2 of three
     assert found[1] == found[3] != found[0]
     assert len(found[0]) == len(found[1]) == 1
+
+
+def test_a_killed_coordinator_takes_readers_and_actors_along_and_nothing_is_lost(pooled, oracle):
+    ids, pids = [], []
+    for batch in pooled.shard().iter_batches(batch_size=12, prefetch_batches=0):
+        ids += ids_of(batch)
+        pids += batch["pid"].tolist()
+        if len(ids) == 36:
+            ray.kill(pooled._coordinator, no_restart=False)
+    assert ids == oracle.reshape(-1).tolist()
+    assert pids[-1] not in pids[:36]
 
 
 def test_a_dead_actor_is_replaced_and_all_end_with_the_stream(pooled, oracle, caplog):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ray_lance_stream.coordinator import KEPT_ATTEMPTS, KEPT_TURNS, Attempt, AttemptBook, RankProgress, StepSize
+from ray_lance_stream.meter import Tally
 from tests.unit.test_state import STATE
 
 STEP = StepSize("2", False, 24, 12)
 
 
 def told(samples: int) -> RankProgress:
-    return RankProgress(replace(STATE, samples_consumed_per_split=samples), rows=10, elapsed_s=1.0)
+    return RankProgress(replace(STATE, samples_consumed_per_split=samples), Tally(rows=10, elapsed_s=1.0))
 
 
 def test_ranks_that_step_alike_agree_whatever_their_blocks():
