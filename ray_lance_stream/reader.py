@@ -15,6 +15,7 @@ import pyarrow as pa
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_lance_stream.allocator import keep_freed_memory
 from ray_lance_stream.config import ReadPlan
 from ray_lance_stream.cursor import ChunkSpan
 from ray_lance_stream.errors import ReadError, StreamError
@@ -131,6 +132,7 @@ class SplitReader:
 
     def __init__(self, label: str, table: TableRef) -> None:
         self._label = label
+        keep_freed_memory()
         for open_early in (table.open, table.open_uring):
             attempt(open_early)  # if it fails, so does the read, which says why
         self._plans: OrderedDict[ReadPlan, StreamPlan] = OrderedDict()
