@@ -16,6 +16,7 @@ from ray_lance_stream.dataset import epoch_dataset
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.meter import Tally
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.summary import PlanSummary, summarize
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,6 +35,18 @@ class Inspectable:
 
     @abstractmethod
     def _with(self, config: StreamConfig) -> Self: ...
+
+    @property
+    def plan(self) -> PlanSummary:
+        """What this stream is going to do, as data: see PlanSummary. `explain()` is its text."""
+        return summarize(self._plan, self._config, self.name or "")
+
+    def explain(self) -> str:
+        """What this stream is going to do: rows, splits, steps, worker counts, memory. `print(stream)` shows it."""
+        return str(self.plan)
+
+    def __str__(self) -> str:
+        return self.explain()
 
     def row_ids(
         self, epoch: int, step: int, *, column: str | None = None, global_batch_size: int | None = None

@@ -6,6 +6,12 @@ from ray_lance_stream.config import MAX_CHUNK_ROWS, StreamConfig
 from ray_lance_stream.reader import ChunkInfo
 
 
+def largest_chunk_cycles(config: StreamConfig, block_size: int, cycle_bytes: int) -> int:
+    """Cycles of the largest chunk of a rank with `block_size` splits."""
+    most = min(config.chunk_bytes // cycle_bytes, MAX_CHUNK_ROWS // block_size)
+    return config.read_batch_size or max(1, most)
+
+
 class ChunkSizer:
     """Cycles of the next chunk: one batch at first, so that it comes soon, then more, up to a size in bytes.
 
@@ -33,10 +39,8 @@ class ChunkSizer:
 
     def next_cycles(self) -> int:
         """Cycles to ask for next."""
-        if self._config.read_batch_size:
-            return self._config.read_batch_size
-        most = min(self._config.chunk_bytes // self._cycle_bytes, MAX_CHUNK_ROWS // self._block_size)
-        return max(1, min(self._next_cycles, most))
+        most = largest_chunk_cycles(self._config, self._block_size, self._cycle_bytes)
+        return most if self._config.read_batch_size else min(self._next_cycles, most)
 
     def sent(self, cycles: int) -> None:
         """A chunk of that many cycles was asked for."""
