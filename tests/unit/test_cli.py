@@ -19,7 +19,7 @@ import ray
 from PIL import Image
 
 from ray_lance_stream import lance_stream
-from ray_lance_stream.cli import options
+from ray_lance_stream.cli import options, picture
 from ray_lance_stream.cli.answer import as_json
 from ray_lance_stream.cli.main import COMMANDS, main, parser
 from ray_lance_stream.cli.picture import colour, draw, raster, touched_parts
@@ -212,6 +212,15 @@ def test_secrets_are_never_shown(run, arguments, monkeypatch):
     assert SECRET not in run.err
 
 
+def test_an_unforeseen_error_shows_no_secret_either(run, monkeypatch):
+    def fail(*_):
+        raise RuntimeError(f"cannot sign with {SECRET}")
+
+    monkeypatch.setattr(options, "table", fail)
+    run("plan", "t", "--storage-option", f"aws_secret_access_key={SECRET}", code=2)
+    assert run.err == "ray-lance-stream plan: error: RuntimeError: cannot sign with ***\n"
+
+
 def test_storage_options_reach_the_table(monkeypatch):
     monkeypatch.setenv("TOP_SECRET", SECRET)
     arguments = parser().parse_args(
@@ -253,10 +262,7 @@ def test_every_option_reaches_the_stream(run, table):
     assert plan.table_rows == lance.dataset(table, version=3).count_rows()
     assert (config.prefetch_bytes, config.prefetch_chunks) == (4000, 3)
     assert (config.read_batch_size, config.readers_per_worker) == (2, 2)
-    described = {
-        name for group in parser()._subparsers._group_actions[0].choices["plan"]._actions for name in [group.dest]
-    }
-    assert set(options._STREAM_OPTIONS) <= described
+    assert set(options._STREAM_OPTIONS) <= set(vars(arguments))
 
 
 def test_plan_for_worker_counts(run, table):
@@ -445,13 +451,26 @@ def test_the_picture_shows_the_rows_of_the_steps(table):
     assert tuple(colours[split, np.flatnonzero(expected[split] == -1)[0]]) == (245, 245, 245)
 
 
+def test_where_a_part_is_touched_more_than_once_its_first_step_is_shown(table, monkeypatch):
+    monkeypatch.setattr(picture, "MAX_PARTS", 7)
+    monkeypatch.setattr(picture, "MAX_LINES", 5)
+    stream = lance_stream(table, num_splits=SPLITS, global_batch_size=BATCH)
+    touched = touched_parts(stream, 0, 6, 1)
+    expected = np.full((5, 7), -1)
+    for step in reversed(range(6)):
+        for place, row in enumerate(stream.row_ids(0, step)):
+            expected[place % SPLITS * 5 // SPLITS, row * 7 // ROWS] = step
+    assert np.array_equal(touched.parts, expected)
+    assert len(np.unique(expected)) > 2
+
+
 def test_order_draws_a_file(run, table, tmp_path):
     out = tmp_path / "out.png"
     arguments = ["order", table, *ORDER, "--png", out, "--workers", "4", "--steps", "2"]
     assert run(*arguments).startswith(f"{out}: the first 2 steps of epoch 0, 48 rows, touch ")
     stream = lance_stream(table, num_splits=SPLITS, global_batch_size=BATCH)
-    with Image.open(out) as picture:
-        found = np.asarray(picture)
+    with Image.open(out) as image:
+        found = np.asarray(image)
     cells = raster(touched_parts(stream, 0, 2, 4)).repeat(25, axis=0).repeat(3, axis=1)  # 12 lines, 305 parts
     assert np.array_equal(found[50 : 50 + cells.shape[0], 150 : 150 + cells.shape[1]], cells)
     data = run.json(*arguments)
