@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,7 @@ def _trials(arguments: argparse.Namespace, given: LanceStream) -> list[Trial]:
         Trial(f"bare take, {take.rows_at_a_time:,} rows at a time, {take.threads} threads", {}, take.rate),
     ]
     for options in settings(given):
-        stream = make_stream(arguments, **options)
+        stream = changed(given, options)
         # Readers keep no position and take the table with each read, so that trials can share them.
         stream._coordinator = given._coordinator_handle()
         shard = stream.shard()
@@ -111,6 +112,17 @@ def _trials(arguments: argparse.Namespace, given: LanceStream) -> list[Trial]:
         name = ", ".join(f"{key}={value}" for key, value in options.items())
         trials.append(Trial(name, options, partial(stream_rate, shard, form)))
     return trials
+
+
+def changed(given: LanceStream, options: dict[str, int]) -> LanceStream:
+    """The stream with some settings changed; nothing is planned anew."""
+    from ray_lance_stream.stream import LanceStream
+
+    config: dict[str, Any] = dict(options)
+    order = given._plan.order
+    if "shuffle_clump_size" in config:
+        order = replace(order, clump_size=config.pop("shuffle_clump_size"))
+    return LanceStream(replace(given._plan, order=order), replace(given._config, **config), given.context.copy())
 
 
 def settings(given: LanceStream) -> list[dict[str, int]]:
@@ -161,18 +173,16 @@ def recommendations(trials: list[Trial]) -> list[dict[str, Any]]:
             key=lambda t: t.options["shuffle_clump_size"],
         )
         found.append(_advice(chosen, gain(chosen), "less random, and another row order: for new runs only"))
-    for trial in tried:
-        if "shuffle_clump_size" in trial.options:
-            continue
-        if "read_batch_size" in trial.options and is_gain(trial):
-            why = (
-                "larger chunks, four times the memory; on W workers read_batch_size is W times that for chunks as large"
-            )
-            found.append(_advice(trial, gain(trial), why))
-        elif list(trial.options) == ["prefetch_bytes"] and gain(trial) >= NO_LOSS:
-            found.append(_advice(trial, gain(trial), "a quarter of the memory in flight"))
-        elif "readers_per_worker" in trial.options and is_gain(trial):
-            found.append(_advice(trial, gain(trial), "twice the reader processes"))
+    larger = [trial for trial in tried if "read_batch_size" in trial.options and is_gain(trial)]
+    smaller = [trial for trial in tried if list(trial.options) == ["prefetch_bytes"] and gain(trial) >= NO_LOSS]
+    if larger:
+        why = "larger chunks, four times the memory; on W workers read_batch_size is W times that for chunks as large"
+        found.append(_advice(larger[0], gain(larger[0]), why))
+    elif smaller:
+        found.append(_advice(smaller[0], gain(smaller[0]), "smaller chunks, a quarter of the memory in flight"))
+    readers = [trial for trial in tried if "readers_per_worker" in trial.options and is_gain(trial)]
+    if readers:
+        found.append(_advice(readers[0], gain(readers[0]), "twice the reader processes"))
     if not found:
         text = (
             f"keep the settings: none that was tried gained {GAIN - 1:.0%} in the median, and something in every round"

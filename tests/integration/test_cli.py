@@ -53,20 +53,17 @@ def test_verify_says_no_and_on_which_workers(capsys, monkeypatch):
         return replace(right, block=SplitBlock(0, right.block.size)) if right.world_size == 2 else right
 
     monkeypatch.setattr(StreamShard, "_share", property(broken))
-    assert main(["verify", "rows.lance", *ORDER, "--workers", "1,2", "--steps", "2", "--json"]) == 1
-    checks = {each["check"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
-    assert not checks["elastic"]["holds"]
-    assert "1 and 2 workers: step 0 holds other rows" in checks["elastic"]["reason"]
-    assert not checks["resume"]["holds"]
     assert main(["verify", "rows.lance", *ORDER, "--workers", "1,2", "--steps", "2"]) == 1
-    assert re.search(r"^elastic +NO: ", capsys.readouterr().out, re.M)
+    out = capsys.readouterr().out
+    assert re.search(r"^elastic +NO: .*1 and 2 workers: step 0 holds other rows", out, re.M)
+    assert re.search(r"^resume +NO: ", out, re.M)
 
 
 def test_verify_of_an_order_with_all_its_options(capsys):
     """A filter, a remainder that is delivered, clumps, ranks that share their rows, a batch that ends the epoch short."""
     options = ["--filter", "y > 0", "--keep-remainder", "--shuffle-clump-size", "3", "--replicas", "2", "--epoch", "5"]
     order = ["--num-splits", "30", "--global-batch-size", "600"]
-    assert main(["verify", "rows.lance", *order, *options, "--workers", "2,6,14", "--steps", "9", "--json"]) == 0
+    assert main(["verify", "rows.lance", *order, *options, "--workers", "2,6,14", "--steps", "6", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["workers"] == [2, 6, 14]
     assert main(["verify", "rows.lance", *order, *options, "--workers", "2,3"]) == 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ray_lance_stream import lance_stream
-from ray_lance_stream.cli.bench import recommendations, settings
+from ray_lance_stream.cli.bench import changed, recommendations, settings
 from ray_lance_stream.cli.trials import ROUNDS, BareTake, Trial, run_rounds
 from tests.support import make_table
 
@@ -43,6 +43,8 @@ def test_the_smallest_clump_near_the_best_is_recommended():
 def test_less_memory_is_recommended_where_it_costs_nothing():
     assert advised(measured(LESS, 98.0, 107.0, 90.0)) == [LESS]
     assert advised(measured(LESS, 90.0, 100.0, 80.0)) == [{}]
+    # Not beside a gain of more memory.
+    assert advised(measured(LESS, 100.0, 110.0, 90.0), measured(MORE, 200.0, 200.0, 200.0)) == [MORE]
 
 
 def test_turns_go_forwards_and_backwards_and_only_the_first_two_share_an_epoch():
@@ -91,6 +93,15 @@ def test_what_is_tried(table):
     assert {"read_batch_size"} not in [
         set(each) - {"prefetch_bytes"} for each in settings(lance_stream(table, num_splits=5))
     ]
+
+
+def test_a_changed_stream_differs_in_the_settings_alone(table):
+    given = lance_stream(table, num_splits=10, filter="id % 2 = 0", shuffle_seed=3, prefetch_chunks=3)
+    for options in settings(given):
+        made = lance_stream(table, num_splits=10, filter="id % 2 = 0", shuffle_seed=3, prefetch_chunks=3, **options)
+        found = changed(given, options)
+        assert (found.plan, found._config, found._plan.order) == (made.plan, made._config, made._plan.order)
+        assert found._plan.matched is given._plan.matched  # the filter is not scanned again
 
 
 def test_bare_take_reads_the_rows_of_the_epoch(table, monkeypatch):
