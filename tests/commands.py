@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 SHOWN_FOLDER = "/data"  # where the pages have their files
 WITH_RAY = ("verify", "bench")
-_FENCE = re.compile(r"^```\n(.*?)^```$", re.M | re.S)
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 _PROGRAM = "ray-lance-stream "
 _PROMPT = "$ " + _PROGRAM
 
@@ -44,7 +44,9 @@ def commands() -> list[Command]:
     """
     found: dict[tuple[str, ...], Command] = {}
     for page in reversed(PAGES):  # those of docs/ show output
-        for block in _FENCE.findall(page.read_text()):
+        for kind, block in _FENCE.findall(page.read_text()):
+            if kind == "python":
+                continue
             for text in re.split(r"^(?=\$ )", block, flags=re.M):
                 line, _, output = text.partition("\n")
                 if line.startswith(_PROMPT):

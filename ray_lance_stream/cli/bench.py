@@ -127,9 +127,11 @@ def changed(given: LanceStream, options: dict[str, int]) -> LanceStream:
 
 def settings(given: LanceStream) -> list[dict[str, int]]:
     """What is tried, one at a time."""
+    from ray_lance_stream.order import FEISTEL_1
+
     plan, config = given.plan, given._config
     found: list[dict[str, int]] = []
-    if plan.shuffle:
+    if plan.shuffle and plan.order == FEISTEL_1:
         clumps = [c for c in CLUMPS if c != plan.shuffle_clump_size and c * MIN_CLUMPS <= plan.matched_rows]
         found += [{"shuffle_clump_size": c} for c in clumps]
     if config.read_batch_size is None:

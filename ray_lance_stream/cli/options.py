@@ -107,7 +107,7 @@ def worker_counts(text: str) -> tuple[int, ...]:
     try:
         for part in text.split(","):
             first, *rest = (int(number) for number in part.split(":"))
-            last, step = (*rest, *(first, 1)[len(rest) :])
+            last, step = (*rest, *(first, 1)[len(rest) :])  # what is not written: the first one alone, every count
             counts.update(range(first, last + 1, step))
     except ValueError:
         counts.clear()

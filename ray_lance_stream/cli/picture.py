@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.explain import step_cycles
-from ray_lance_stream.splits import RankShare, SplitBlock
+from ray_lance_stream.splits import RankShare
 
 if TYPE_CHECKING:
     from ray_lance_stream.stream import LanceStream
@@ -57,10 +56,9 @@ def touched_parts(stream: LanceStream, epoch: int, num_steps: int, workers: int)
     shares = [RankShare.of(grid, workers, rank, summary.replicas) for rank in range(workers)]
     num_lines, num_parts = min(grid.num_splits, MAX_LINES), min(summary.table_rows, MAX_PARTS)
     parts = np.full((num_lines, num_parts), -1, np.int32)
-    plan, num_rows = stream._plan.resolve(), 0
+    num_rows = 0
     for step in reversed(range(num_steps)):  # so that the first step that touches a part stays
-        cycles = step_cycles(stream._plan, stream._config, step, None)
-        rows = plan.rows(epoch, SplitBlock(0, grid.num_splits), *cycles)
+        rows = np.asarray(stream.row_ids(epoch, step))  # cycle by cycle, a row of each split
         splits = np.arange(len(rows)) % grid.num_splits
         parts[splits * num_lines // grid.num_splits, rows * num_parts // summary.table_rows] = step
         num_rows += len(rows)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ray_lance_stream.reader import LOCAL_READS_AT_A_TIME, REMOTE_READS_AT_A_TIME
-from ray_lance_stream.splits import SplitBlock
 
 if TYPE_CHECKING:
     from ray_lance_stream.shard import StreamShard
@@ -111,9 +110,9 @@ class BareTake:
     """
 
     def __init__(self, stream: LanceStream, chunk_rows: int) -> None:
-        self._plan = stream._plan
-        self._cycles = max(1, chunk_rows // self._plan.grid.num_splits)
-        self.rows_at_a_time = self._cycles * self._plan.grid.num_splits
+        self._stream, self._plan = stream, stream._plan
+        grid = self._plan.grid
+        self.rows_at_a_time = max(1, min(chunk_rows // grid.num_splits, grid.num_cycles)) * grid.num_splits
         self.threads = LOCAL_READS_AT_A_TIME if self._plan.table.is_local else REMOTE_READS_AT_A_TIME
 
     def rate(self, epoch: int, seconds: float) -> float:
@@ -137,8 +136,7 @@ class BareTake:
 
     def _chunks(self, epoch: int) -> list[list[int]]:
         """Offsets of the chunks from the start of an epoch, each sorted: `take` is fastest so, and order is not its work."""
-        plan = self._plan.resolve()
-        whole = SplitBlock(0, plan.grid.num_splits)
-        most = min(plan.grid.num_cycles, max(self._cycles, MAX_TAKE_ROWS // plan.grid.num_splits))
-        starts = range(0, most, self._cycles)
-        return [np.sort(plan.rows(epoch, whole, c, min(c + self._cycles, most))).tolist() for c in starts]
+        size = self.rows_at_a_time
+        steps = range(min(self._plan.grid.num_steps(size), max(1, MAX_TAKE_ROWS // size)))
+        chunks = (np.asarray(self._stream.row_ids(epoch, step, global_batch_size=size)) for step in steps)
+        return [np.sort(chunk).tolist() for chunk in chunks]

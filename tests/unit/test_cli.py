@@ -183,6 +183,18 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     assert process.wait(timeout=60) == 0
 
 
+def test_a_ray_that_a_command_started_ends_with_it(run, table, monkeypatch):
+    """Also where the command fails; what workers print stays off stdout."""
+    calls = []
+    monkeypatch.setattr(ray, "init", lambda **given: calls.append(given))
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr("ray_lance_stream.testing.assert_elastic", lambda *_, **__: 1 / 0)
+    run("verify", table, *ORDER, "--address", "auto", code=2)
+    assert "ZeroDivisionError" in run.err
+    begun, ended = calls
+    assert (begun["address"], begun["log_to_driver"], ended) == ("auto", False, "shutdown")
+
+
 # Secrets
 
 SECRET = "hush-hush-7"
@@ -192,7 +204,6 @@ SECRET = "hush-hush-7"
     "arguments",
     [
         ["s3://bucket/t", "--storage-option", f"aws_secret_access_key={SECRET}", "--storage-option", "allow_http=true"],
-        ["s3://bucket/t", "--storage-option-env", "aws_secret_access_key=TOP_SECRET"],
         [f"s3://user:{SECRET}@bucket/t"],
         ["nowhere", "--storage-option", SECRET],
         ["nowhere", "--storage-options", f"key={SECRET}"],
@@ -212,12 +223,14 @@ def test_secrets_are_never_shown(run, arguments, monkeypatch):
     assert SECRET not in run.err
 
 
-def test_an_unforeseen_error_shows_no_secret_either(run, monkeypatch):
+@pytest.mark.parametrize("given", [("", SECRET), ("-env", "TOP_SECRET")])
+def test_an_unforeseen_error_shows_no_secret_either(run, monkeypatch, given):
     def fail(*_):
         raise RuntimeError(f"cannot sign with {SECRET}")
 
+    monkeypatch.setenv("TOP_SECRET", SECRET)
     monkeypatch.setattr(options, "table", fail)
-    run("plan", "t", "--storage-option", f"aws_secret_access_key={SECRET}", code=2)
+    run("plan", "t", f"--storage-option{given[0]}", f"aws_secret_access_key={given[1]}", code=2)
     assert run.err == "ray-lance-stream plan: error: RuntimeError: cannot sign with ***\n"
 
 

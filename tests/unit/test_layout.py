@@ -164,6 +164,13 @@ def test_the_layout_table_names_every_module() -> None:
     assert all(what.strip(" |") for _, what in rows)
 
 
+def test_every_folder_with_modules_is_a_package() -> None:
+    """Else its modules would be missing in a wheel."""
+    folders = {(PACKAGE / name).parent for name in MODULES}
+    assert PACKAGE / "cli" in folders
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_files_are_short(name: str) -> None:
     lines = len((PACKAGE / name).read_text().splitlines())
