@@ -79,9 +79,17 @@ def _misfit(state: StreamState, arguments: argparse.Namespace) -> str | None:
 
     Raises:
         TableError: there is no such table.
+        StateError: the order is one that cannot be named on a command line.
     """
+    from ray_lance_stream.order import ORDER_IDS
+
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     saved = {name: value for name, value in _stream_options(state.identity).items() if name not in given}
+    if saved.get("order", ORDER_IDS[0]) not in ORDER_IDS:
+        raise StateError(
+            f"--table compares the orders {', '.join(ORDER_IDS)}, got a state of order {saved['order']!r}: try it in Python, "
+            "with lance_stream(..., resume_from=PATH)"
+        )
     try:
         make_stream(arguments, **saved, resume_from=state.to_dict())
     except VersionNotFoundError as error:

@@ -419,6 +419,18 @@ def test_state_of_a_version_that_is_gone(run, checkpoint, tmp_path):
     assert "no longer exists" in run.json("state", checkpoint, "--table", path, code=1)["streams"][0]["reason"]
 
 
+def test_state_of_an_order_that_no_option_names(run, checkpoint, table):
+    state = StreamState.from_dict(lance_stream(table, num_splits=SPLITS).state_dict())
+    listed = replace(state, identity=replace(state.identity, order="permutation:0123"))
+    (checkpoint / STATE_FILE).write_text(dump_states({"train": listed}))
+    assert "permutation:0123" in run("state", checkpoint)
+    run("state", checkpoint, "--table", table, code=2)
+    assert "got a state of order 'permutation:0123': try it in Python" in run.err
+    assert "order: saved 'permutation:0123'" in run(
+        "state", checkpoint, "--table", table, "--order", "feistel-1", code=1
+    )
+
+
 def test_state_of_several_streams(run, checkpoint, table, tmp_path):
     other = make_table(tmp_path / "other", ROWS)
     states = {
