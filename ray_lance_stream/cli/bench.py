@@ -215,6 +215,8 @@ def _notes(
         "Median (lowest to highest); ratios are taken inside a round.",
         "Not measured: several workers or machines, a training step beside it, and settings together.",
     ]
+    if not plan.shuffle:
+        notes.append("Without a shuffle every turn reads the same rows from the start of the table.")
     if given._plan.table.is_local:
         notes.append("The table is local: a part that fits into memory was read from there, not from the disk.")
     if has_blobs:
