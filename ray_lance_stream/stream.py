@@ -6,6 +6,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -13,10 +14,12 @@ from ray.data import DataContext
 
 from ray_lance_stream import train
 from ray_lance_stream._ray_data import local_mode_name
+from ray_lance_stream.attempts import Attempt
 from ray_lance_stream.config import ReadPlan, StreamConfig
-from ray_lance_stream.coordinator import Attempt, start_coordinator
+from ray_lance_stream.coordinator import start_coordinator
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.inspectable import Inspectable
+from ray_lance_stream.pin import Pin
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.splits import data_rank, split_block
 from ray_lance_stream.transformable import Transformable
@@ -148,6 +151,27 @@ class LanceStream(Transformable, Inspectable):
             if ray.is_initialized():
                 ray.kill(self._coordinator)
             self._coordinator = None
+
+    def pin(self, tag: str) -> Pin:
+        """Keep the versions that this stream reads from being cleaned up: a tag in the table, until the run has ended.
+
+            with stream.pin(tag="run-17"):
+                TorchTrainer(..., datasets={"train": stream}).fit()
+
+        Call it before the trainer gets to work. A run that ends with an error keeps its tag, since it may be resumed, and so
+        does one whose driver is killed; the next run that pins its stream under this name takes the tag over. See
+        docs/snapshots.md.
+
+        Args:
+            tag: a name for this run alone, such as the run's own.
+
+        Raises:
+            ConfigError: somebody else has made a tag of that name, of another version.
+            TableError: the table cannot be written to.
+        """
+        pin = Pin(self._plan.table, tag)
+        self._config = replace(self._config, pinned_as=pin.held_as)
+        return pin
 
     # ---- inside
 
