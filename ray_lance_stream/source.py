@@ -59,7 +59,9 @@ def table_ref(table: Any, storage_options: StorageOptions = None) -> TableRef:
 def _ref_from_uri(table: str | os.PathLike[str], storage_options: StorageOptions) -> TableRef:
     uri = _checked_uri(os.fspath(table))
     newest = open_newest(uri, current_options(storage_options))
-    return TableRef(uri, newest.version, storage_options)
+    ref = TableRef(uri, newest.version, storage_options)
+    ref.open(fresh=True)  # this process may have opened one that lay here before
+    return ref
 
 
 def _checked_uri(uri: Any) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import stat
 import subprocess
 import sys
 from datetime import timedelta
@@ -178,10 +176,9 @@ def test_a_name_that_lance_refuses(path: str) -> None:
     assert tags(path) == {}
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_table_that_cannot_be_written_to(path: str) -> None:
-    os.chmod(path, stat.S_IRUSR | stat.S_IXUSR)
-    with pytest.raises(TableError, match="tag 'run-1' cannot be made"):
+    Path(path, "_refs").write_text("no folder")
+    with pytest.raises(TableError, match=f"tag.* cannot be .* in table {path}: "):
         stream_of(path).pin(tag="run-1")
 
 
