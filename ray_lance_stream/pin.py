@@ -61,9 +61,11 @@ class PinnedAs:
             if tags[name]["version"] == table.version and _leads_to(dataset, name):
                 return
             if not self._is_of_this_name(tags[name]):
+                branch = tags[name]["branch"]
+                named = f"version {tags[name]['version']}" + (f" of branch {branch!r}" if branch else "")
                 raise ConfigError(
-                    f"tag must be a name of its own, but {name!r} of table {table.identity} names version "
-                    f"{tags[name]['version']}, not {table.version}, and is not as pin() has made it: choose another name"
+                    f"tag must be a name of its own, but {name!r} of table {table.identity} names {named}, not version "
+                    f"{table.version}, and is not as pin() has made it: choose another name"
                 )
 
     def release(self, table: TableRef) -> None:

@@ -83,7 +83,7 @@ class StreamPosition:
         Raises:
             ConfigError: the stream cannot be served at that version.
         """
-        if not self.config.takes_up_versions or start.cycle or start.partial_rows:
+        if not self.config.takes_up_versions:
             return self.plan
         return self._epochs.of(start.epoch, first=start.epoch == self._fresh_epoch)
 

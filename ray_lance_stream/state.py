@@ -263,6 +263,9 @@ def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         raise StateError("merge_state_dicts needs at least one state, got none")
     first = parsed[0]
     for other in parsed[1:]:
+        versions = (other.identity.table_version, first.identity.table_version)
+        if versions[0] != versions[1]:
+            raise StateMismatchError([("table_version", *versions)], "Save all ranks at the same step")
         check_fits(other, first.identity)
         if other.position() != first.position() or other.partial != first.partial:
             raise StateError(

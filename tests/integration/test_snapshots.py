@@ -99,8 +99,7 @@ def test_ranks_read_the_same_versions_and_resume_in_them(shards: Shards, path: s
     assert states[0] == states[1]
     versions = [state["table_version"] for state in states[0]]
     assert versions[0] == stream._plan.table.version
-    assert versions == sorted(set(versions))
-    assert versions[2] < lance.dataset(path).version
+    assert versions[0] < versions[1] <= versions[2] < lance.dataset(path).version
     assert [(state["epoch"], state["samples_consumed_per_split"]) for state in states[0]] == [(1, 0), (2, 0), (2, 6)]
     for epoch in range(3):
         found = joined([epochs[epoch] for epochs in got])

@@ -118,7 +118,7 @@ def test_a_tag_of_somebody_else_is_left_alone(path: str) -> None:
         assert tags(path) == {"theirs": 1}
     assert tags(path) == {"theirs": 1}
     grow(path)
-    with pytest.raises(ConfigError, match=r"'theirs' of table .*names version 1, not 2, .*choose another name"):
+    with pytest.raises(ConfigError, match=r"'theirs' of table .*names version 1, not version 2, .*choose another name"):
         stream_of(path).pin(tag="theirs")
     assert tags(path) == {"theirs": 1}
 
@@ -140,7 +140,7 @@ def test_a_tag_that_somebody_has_changed_is_left_alone(path: str, how: str) -> N
     assert tags(path) == expected == {"run-1": 1 if how == "unmarked" else 2}
     if how != "unmarked":
         grow(path)
-        with pytest.raises(ConfigError, match="not 3, and is not as pin"):
+        with pytest.raises(ConfigError, match="not version 3, and is not as pin"):
             stream_of(path).pin(tag="run-1")
 
 
@@ -162,6 +162,9 @@ def test_a_branch_has_versions_of_its_own(path: str) -> None:
         with stream_of(path).pin(tag="main"):
             assert set(tags(path)) == {"run-1", "main"}
     assert tags(path) == {}
+    lance.dataset(path).tags.create("theirs", ("b", 2))
+    with pytest.raises(ConfigError, match="'theirs' of table .* names version 2 of branch 'b', not version 2"):
+        stream_of(path).pin(tag="theirs")
 
 
 @pytest.mark.parametrize("tag", ["", None, 3])

@@ -203,6 +203,8 @@ def test_merge_takes_states_of_one_step_only():
         merge_state_dicts([data, replace(STATE, partial=PartialCycle(1, 2)).to_dict()])
     with pytest.raises(StateMismatchError):
         merge_state_dicts([data, replace(STATE, identity=replace(IDENTITY, shuffle_seed=0)).to_dict()])
+    with pytest.raises(StateMismatchError, match="table_version: saved 4, current 3"):
+        merge_state_dicts([data, replace(STATE, identity=replace(IDENTITY, table_version=4)).to_dict()])
     with pytest.raises(StateError, match="at least one"):
         merge_state_dicts([])
 
