@@ -127,7 +127,12 @@ class LanceStream(Transformable, Inspectable):
         return [self._shard(attempt, rank) for rank in range(n)]
 
     def iterator(self) -> StreamShard:
-        """The whole stream as one shard, for streams that `DataConfig(datasets_to_split=...)` leaves out."""
+        """The whole stream as one shard, for streams that `DataConfig(datasets_to_split=...)` leaves out.
+
+        Raises:
+            ConfigError: on_new_version="next_epoch", where workers that know nothing of each other would read other rows.
+        """
+        self._refuse_to_part("is read as a whole by each worker", "name it in DataConfig(datasets_to_split=...)")
         return self.shard()
 
     # ---- what users call
@@ -136,8 +141,11 @@ class LanceStream(Transformable, Inspectable):
         """The shard of one rank, for use without Ray Train. Needs no other rank.
 
         Raises:
-            ConfigError: a rank outside of the world, or more ranks than splits.
+            ConfigError: a rank outside of the world, or more ranks than splits; several ranks with
+                on_new_version="next_epoch".
         """
+        if world_size != 1:
+            self._refuse_to_part(f"is made for rank {rank} alone", "make all shards at once with streaming_split(n)")
         data, world = data_rank(world_size, rank, self._config.replicas)
         split_block(self._plan.with_splits(world).grid.num_splits, world, data)
         return self._shard(Attempt(uuid.uuid4().hex, "", world_size), rank)
@@ -174,6 +182,13 @@ class LanceStream(Transformable, Inspectable):
         return pin
 
     # ---- inside
+
+    def _refuse_to_part(self, how: str, remedy: str) -> None:
+        if self._config.takes_up_versions:
+            raise ConfigError(
+                "with on_new_version='next_epoch' all ranks must take up the same versions, but a shard of stream "
+                f"{self.name!r} {how}: {remedy}, or use on_new_version='stay'"
+            )
 
     def _with(self, config: StreamConfig) -> LanceStream:
         """This stream, delivered in another way; has a coordinator of its own."""

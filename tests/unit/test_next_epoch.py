@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 
 from ray_lance_stream import ConfigError, LanceStream, TableError, VersionNotFoundError, lance_stream
+from ray_lance_stream import stream as stream_module
 from ray_lance_stream.attempts import Attempt, AttemptBook, PassStart
 from ray_lance_stream.coordinator import StreamCoordinator
 from ray_lance_stream.cursor import EpochWalk, Position
@@ -508,6 +509,19 @@ def test_a_filter_is_matched_anew(path: str) -> None:
 def test_other_words_are_refused(path: str, value: Any) -> None:
     with pytest.raises(ConfigError, match='on_new_version must be "stay" or "next_epoch", got'):
         run_on(path, on_new_version=value)
+
+
+def test_shards_that_know_nothing_of_each_other_are_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would choose for itself, and ranks could take another number of steps."""
+    monkeypatch.setattr(stream_module, "start_coordinator", lambda label, table: None)
+    stream = run_on(path).stream
+    for make in (stream.iterator, lambda: stream.shard(1, 2)):
+        with pytest.raises(
+            ConfigError, match=r"all ranks must take up the same versions.*or use on_new_version='stay'"
+        ):
+            make()
+    assert len(stream.streaming_split(3)) == 3
+    stream.shard()
 
 
 # Versions that are taken up are kept where the stream is pinned

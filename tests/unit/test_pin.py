@@ -163,7 +163,7 @@ def test_a_branch_has_versions_of_its_own(path: str) -> None:
             assert set(tags(path)) == {"run-1", "main"}
     assert tags(path) == {}
     lance.dataset(path).tags.create("theirs", ("b", 2))
-    with pytest.raises(ConfigError, match="'theirs' of table .* names version 2 of branch 'b', not version 2"):
+    with pytest.raises(ConfigError, match=r"'theirs' of table .* names version 2 of branch 'b', not version 2"):
         stream_of(path).pin(tag="theirs")
 
 
