@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.link import CoordinatorLink
 
-KEPT_EPOCHS = 8
+KEPT_EPOCHS = 2  # the open one and the next: with a filter a plan has 8 bytes per match
 
 
 class EpochPlans:
@@ -25,12 +25,13 @@ class EpochPlans:
         self._link = link
         self._known: dict[int, ReadPlan] = {}
         self._asked: dict[int, Future[ReadPlan]] = {}
+        self._loaded: dict[int, ReadPlan] = {}
 
-    def know(self, epoch: int, plan: ReadPlan) -> None:
-        """An epoch has begun before, and goes on with this plan."""
-        self._known[epoch] = plan
-        while len(self._known) > KEPT_EPOCHS:
-            del self._known[next(iter(self._known))]
+    def load(self, epoch: int, plan: ReadPlan) -> None:
+        """An epoch has begun in an attempt before, and goes on with this plan."""
+        self._known.clear()
+        self._asked.clear()
+        self._loaded = {epoch: plan}
 
     def of(self, epoch: int, *, first: bool = False) -> ReadPlan:
         """The plan of an epoch; may wait until it is made.
@@ -42,22 +43,32 @@ class EpochPlans:
         Raises:
             ConfigError: the stream cannot be served at the version that the epoch takes up.
         """
-        if self.ready(epoch) is None:
-            self.know(epoch, self._link.plan_of_epoch(epoch, self._pinned, first, self._config.pinned_as))
-        return self._known[epoch]
+        plan = self.ready(epoch)
+        if plan is None:
+            plan = self._link.plan_of_epoch(epoch, self._pinned, first, self._config.pinned_as)
+            self._know(epoch, plan)
+        return plan
 
     def ahead(self, epoch: int) -> ReadPlan | None:
         """The plan of an epoch that comes, where it is known already; asks for it, and waits for nothing.
 
         What goes wrong is told when the epoch begins.
         """
-        if self.ready(epoch) is None and epoch not in self._asked:
+        plan = self.ready(epoch)
+        if plan is None and epoch not in self._asked:
             self._asked = {epoch: self._link.ask_plan_of_epoch(epoch, self._pinned, self._config.pinned_as)}
-        return self._known.get(epoch)
+        return plan
 
     def ready(self, epoch: int) -> ReadPlan | None:
         """The plan of an epoch, if it is known or its answer has come."""
+        if epoch in self._loaded:
+            return self._loaded[epoch]
         asked = self._asked.get(epoch)
         if epoch not in self._known and asked is not None and asked.done() and asked.exception() is None:
-            self.know(epoch, asked.result())
+            self._know(epoch, asked.result())
         return self._known.get(epoch)
+
+    def _know(self, epoch: int, plan: ReadPlan) -> None:
+        self._known[epoch] = plan
+        while len(self._known) > KEPT_EPOCHS:
+            del self._known[next(iter(self._known))]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from dataclasses import replace
 
 from ray_lance_stream.config import ReadPlan, Shared
 from ray_lance_stream.content import content_of
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.source import count_rows, match_rows, resolve_columns, sample_row_bytes, validate_filter
+
+KEPT_PLANS = 4
 
 
 def plan_table(plan: ReadPlan) -> ReadPlan:
@@ -65,11 +68,14 @@ def plan_version(plan: ReadPlan, version: int) -> ReadPlan:
 
 
 class PlanBook:
-    """The plans of other versions than the driver's, each made once, whoever asks."""
+    """The plans of other versions than the driver's, each made once, whoever asks.
+
+    Of a run that goes from version to version the newest ones are kept: with a filter a plan has 8 bytes per match.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plans: dict[ReadPlan, ReadPlan] = {}
+        self._plans: OrderedDict[ReadPlan, ReadPlan] = OrderedDict()
 
     def at(self, plan: ReadPlan, version: int) -> ReadPlan:
         """See `plan_version`."""
@@ -77,4 +83,7 @@ class PlanBook:
         with self._lock:
             if wanted not in self._plans:
                 self._plans[wanted] = plan_version(plan, version)
+            self._plans.move_to_end(wanted)
+            while len(self._plans) > KEPT_PLANS:
+                self._plans.popitem(last=False)
             return self._plans[wanted]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ray_lance_stream.config import ReadPlan, StreamConfig
-from ray_lance_stream.errors import ConfigError, VersionNotFoundError
+from ray_lance_stream.errors import ConfigError, StateMismatchError, VersionNotFoundError
 from ray_lance_stream.state import StreamIdentity, StreamState, check_fits
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,12 @@ def recorded_plan(
     check(now.at(saved.identity))
     is_moved = saved.identity.table_uri != now.table_uri
     if opens_an_epoch(saved) and config.takes_up_versions and not is_moved:
+        if now.table_version < saved.identity.table_version:
+            raise StateMismatchError(
+                [("table_version", saved.identity.table_version, now.table_version)],
+                "Versions only rise: the table was made anew, or an older version was checked out; pass the table that the "
+                "state names at its newest version, or start anew",
+            )
         return plan_at(plan.table.version)  # the recorded one has been read to its end
     found = _recorded_or_alike(plan.table.version, saved, config, plan_at)
     check(found.identity(config.replicas))

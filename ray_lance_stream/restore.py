@@ -121,7 +121,7 @@ class StreamPosition:
         cursor.check_not_live()
         plan = recorded_plan(self._pinned, saved, self.config, self._plan_at)
         if not opens_an_epoch(saved):
-            self._epochs.know(saved.epoch, plan)
+            self._epochs.load(saved.epoch, plan)
         self._fresh_epoch = None
         self.plan, self.config = plan, self.config.with_skipped(saved.skipped)
         cursor.load(self._position_of(saved), self._source_of(saved, plan))

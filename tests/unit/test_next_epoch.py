@@ -17,7 +17,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ray_lance_stream import ConfigError, LanceStream, TableError, VersionNotFoundError, lance_stream
+from ray_lance_stream import (
+    ConfigError,
+    LanceStream,
+    StateMismatchError,
+    TableError,
+    VersionNotFoundError,
+    lance_stream,
+)
 from ray_lance_stream import stream as stream_module
 from ray_lance_stream.attempts import Attempt, AttemptBook, PassStart
 from ray_lance_stream.coordinator import StreamCoordinator
@@ -375,6 +382,9 @@ def test_a_run_that_resumes_inside_an_epoch_reads_its_version_to_the_end(path: s
             rank.receive(7)
             assert rank.told == (2, 0, 2, 96)
             assert rank.begin() == 3
+            for epoch in range(5, 9):
+                rank.position.cursor().set_epoch(epoch)
+                assert rank.run_epoch() == 3
             rank.position.cursor().set_epoch(1)
             assert rank.begin() == 2  # the epoch that it came into
 
@@ -481,6 +491,16 @@ def test_a_table_that_was_made_anew_is_told(path: str) -> None:
     make_anew(path)
     with pytest.raises(TableError, match=rf"table {path} was made anew: its newest version is 1, below the version 2"):
         rank.begin()
+
+
+def test_a_table_that_was_made_anew_before_a_resume_is_told(path: str) -> None:
+    grow(path)
+    (rank,) = run_on(path).group(1)
+    rank.run_epoch()
+    assert rank.told == (1, 0, 2, 96)
+    make_anew(path)
+    with pytest.raises(StateMismatchError, match=r"table_version: saved 2, current 1.*made anew"):
+        run_on(path).group(1, rank.state)
 
 
 def test_columns_that_are_new_come_where_none_are_named(path: str) -> None:

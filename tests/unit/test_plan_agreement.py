@@ -148,6 +148,16 @@ def test_all_ranks_and_attempts_that_ask_for_a_version_get_the_same_plan(
     assert found[0].order.num_rows == 50
 
 
+def test_plans_of_versions_long_gone_by_are_let_go(path: str) -> None:
+    plan = lance_stream(path, num_splits=8, filter="id >= 0")._plan
+    book = PlanBook()
+    for _ in range(planner.KEPT_PLANS + 3):
+        version = lance.write_dataset(pa.table({"id": np.arange(9)}), path, mode="append").version
+        assert book.at(plan, version) is book.at(plan, version)
+    assert len(book._plans) == planner.KEPT_PLANS
+    assert book.at(plan, 1).order.num_rows == 100
+
+
 def test_without_a_filter_nothing_is_scanned(path: str, scans: list[tuple[int, str]]) -> None:
     assert PlanBook().at(lance_stream(path, num_splits=8)._plan, 1).order.num_rows == 100
     assert scans == []
