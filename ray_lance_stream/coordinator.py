@@ -103,10 +103,7 @@ class StreamCoordinator:
             VersionNotFoundError: the version is gone.
             ConfigError: the stream cannot be served at that version.
         """
-        found = self._plans.at(plan, version)
-        if pinned_as is not None:
-            pinned_as.hold(found.table)
-        return found
+        return self._plans.at(plan, version, pinned_as)
 
     @ray.method(concurrency_group="plans")
     def plan_of_epoch(

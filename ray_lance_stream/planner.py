@@ -9,6 +9,7 @@ from dataclasses import replace
 from ray_lance_stream.config import ReadPlan, Shared
 from ray_lance_stream.content import content_of
 from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.pin import PinnedAs
 from ray_lance_stream.source import count_rows, match_rows, resolve_columns, sample_row_bytes, validate_filter
 
 KEPT_PLANS = 4
@@ -76,11 +77,15 @@ class PlanBook:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._plans: OrderedDict[ReadPlan, ReadPlan] = OrderedDict()
+        self._held: set[tuple[int, PinnedAs]] = set()
 
-    def at(self, plan: ReadPlan, version: int) -> ReadPlan:
-        """See `plan_version`."""
+    def at(self, plan: ReadPlan, version: int, pinned_as: PinnedAs | None = None) -> ReadPlan:
+        """See `plan_version`; where the stream is pinned, the version is kept from here on."""
         wanted = plan.at(version)
         with self._lock:
+            if pinned_as is not None and (version, pinned_as) not in self._held:
+                pinned_as.hold(wanted.table)
+                self._held.add((version, pinned_as))
             if wanted not in self._plans:
                 self._plans[wanted] = plan_version(plan, version)
             self._plans.move_to_end(wanted)

@@ -577,7 +577,8 @@ def test_a_recorded_version_is_tagged_as_it_is_resumed(path: str, tags: Any) -> 
     grow(path)
     run = run_on(path, on_new_version="stay")
     with run.stream.pin("again"):
-        (resumed,) = run.group(1, rank.state)
-        assert resumed.begin() == 1
+        with ThreadPoolExecutor(8) as pool:  # ranks load at once
+            groups = list(pool.map(lambda _: run.group(1, rank.state), range(8)))
+        assert [resumed.begin() for (resumed,) in groups] == [1] * 8
         assert tags() == {"again": 2, "again-v1": 1}
     assert tags() == {}

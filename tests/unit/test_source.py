@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 import lance
+import lance_namespace
 import lancedb
 import numpy as np
 import pandas as pd
@@ -170,6 +171,10 @@ def test_tables_of_namespaces(tmp_path: Path) -> None:
     branch = nested.branches.create("b")
     branch.add(ids(2, 200))
     assert read_ids(table_ref(branch)) == [*range(100, 107), 200, 201]
+    by_uring = table_ref(branch).open_uring()
+    assert by_uring is None or by_uring.take([8, 0])["id"].to_pylist() == [201, 100]
+    client = lance_namespace.connect("dir", {"root": str(tmp_path)})
+    assert table_ref(lance.dataset(namespace_client=client, table_id=["ns", "t"])) == table_ref(nested)
     with pytest.raises(ConfigError, match="in-memory"):
         table_ref(lancedb.connect_namespace("dir", {"root": "memory://x"}).create_table("m", ids(3)))
 
