@@ -143,10 +143,11 @@ class StreamCoordinator:
             ) from None
 
     def _epoch_versions(self) -> EpochVersions:
+        # Imports ray.data, which takes a second, and which most streams do without.
+        from ray_lance_stream._ray_data import KeptByCluster
+
         with self._lock:
             if self._epochs is None:
-                from ray_lance_stream._ray_data import KeptByCluster  # imports ray.data, which most streams do without
-
                 self._epochs = EpochVersions(KeptByCluster("ray_lance_stream.epoch_versions"))
             return self._epochs
 
