@@ -50,8 +50,9 @@ def torch_batches(shard: StreamShard) -> Iterator[Any]:
 
 def arrow_chunks(shard: StreamShard) -> Iterator[Any]:
     """Chunks as they lie in the worker before Ray Data's batching; no public call hands them out."""
-    walk = shard._walk(shard._restore().next_start, None, False)
-    window = shard._supply.take(shard._position.plan, walk)
+    plan = shard._plan_of_next()
+    walk = shard._walk(shard._restore().next_start, plan)
+    window = shard._supply.take(plan, walk)
     try:
         for ref, _ in window:
             fetched = window.fetch(ref)

@@ -21,6 +21,7 @@ from ray.data._internal.tensor_extensions.arrow import ArrowTensorArray
 from ray.data.block import Block, BlockAccessor, BlockMetadata, BlockType
 from ray.data.collate_fn import _PinMemoryCollateFnWrapper
 from ray.data.iterator import _IterableFromIterator
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, get_train_fn_utils
 
@@ -30,6 +31,7 @@ __all__ = [
     "ArrowTensorArray",
     "BatchIterator",
     "DatasetStats",
+    "KeptByCluster",
     "RefBundle",
     "ShardBatchIterator",
     "as_iterable",
@@ -215,3 +217,22 @@ def local_mode_name(stream: Any) -> str | None:
         return None
     names = [name for name, dataset in (utils._dataset_shards or {}).items() if dataset is stream]
     return names[0] if names else None
+
+
+class KeptByCluster:
+    """Small values that live as long as the cluster, in its key-value store: they outlive the actor that puts them."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+
+    def get(self, key: str) -> str | None:
+        """The value, if there is one."""
+        value = _internal_kv_get(key, namespace=self._namespace)
+        return None if value is None else value.decode()
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        """Keep a value unless there is one already; returns the one that is kept."""
+        _internal_kv_put(key, value, overwrite=False, namespace=self._namespace)
+        kept = self.get(key)
+        assert kept is not None
+        return kept

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 import numpy as np
 import ray
 
+from ray_lance_stream.content import TableContent
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.order import Order
+from ray_lance_stream.pin import PinnedAs
 from ray_lance_stream.plan import StreamPlan
+from ray_lance_stream.source import match_rows
 from ray_lance_stream.splits import SplitGrid
 from ray_lance_stream.state import SkippedCycles, StreamIdentity, StreamState, join_skipped
 from ray_lance_stream.table import TableRef
@@ -56,6 +59,8 @@ class ReadPlan:
         order: the row order over the matched rows.
         num_splits: S; None: the world size, fixed when the stream is split.
         drop_remainder: see SplitGrid.
+        every_column: whether the user named no columns; another version may have others.
+        content: fingerprints of the table version, None before it is planned.
         matched: int64 [N], offsets of the rows that match the filter; None without a filter.
         row_bytes: estimated Arrow bytes of one row.
     """
@@ -66,6 +71,8 @@ class ReadPlan:
     order: Order
     num_splits: int | None
     drop_remainder: bool
+    every_column: bool = False
+    content: TableContent | None = field(default=None, compare=False)
     matched: Shared[np.ndarray] | None = field(default=None, compare=False, repr=False)
     row_bytes: int = field(default=1, compare=False)
 
@@ -80,11 +87,21 @@ class ReadPlan:
 
     def at(self, version: int) -> ReadPlan:
         """The same stream at another table version, still to be planned there."""
-        return replace(self, table=self.table.at(version), matched=None)
+        return replace(self, table=self.table.at(version), matched=None, content=None)
 
     def resolve(self) -> StreamPlan:
         """The pure plan, with the matched rows at hand."""
-        return StreamPlan(self.order, self.grid, self.matched.get() if self.matched else None)
+        return StreamPlan(self.order, self.grid, self._matched_rows())
+
+    def _matched_rows(self) -> np.ndarray | None:
+        if self.matched is None:
+            return None
+        try:
+            return self.matched.get()
+        except ray.exceptions.ObjectLostError:
+            # They died with the coordinator that had found them; its next one may not know that they are needed.
+            assert self.filter is not None
+            return match_rows(self.table, self.filter, progress=False)
 
     def identity(self, replicas: int) -> StreamIdentity:
         """What a state must agree with."""
@@ -100,6 +117,8 @@ class ReadPlan:
             num_splits=self.num_splits or 1,
             drop_remainder=self.drop_remainder,
             replicas=replicas,
+            table_content=self.content.content if self.content else None,
+            table_files=self.content.files if self.content else None,
         )
 
 
@@ -126,6 +145,9 @@ class StreamConfig:
         replicas: consecutive ranks that share their rows.
         skipped: cycles that the user took out of an epoch.
         stages: the transforms, in order; the first ones may run where chunks are read.
+        on_new_version: "stay", or "next_epoch" where an epoch takes up the newest version when it begins.
+        allow_moved: whether a state of another place of the same table is continued.
+        pinned_as: the tag that keeps the versions which are read; None: nobody does.
     """
 
     global_batch_size: int | None = None
@@ -140,6 +162,9 @@ class StreamConfig:
     replicas: int = 1
     skipped: SkippedCycles = ()
     stages: tuple[Stage, ...] = ()
+    on_new_version: Literal["stay", "next_epoch"] = "stay"
+    allow_moved: bool = False
+    pinned_as: PinnedAs | None = None
 
     def __post_init__(self) -> None:
         at_least("epoch", self.epoch, 0)
@@ -155,10 +180,19 @@ class StreamConfig:
             raise ConfigError(f"evaluation must be True or False, got {self.evaluation!r}; pass a bool")
         if self.resume not in ("auto", "manual"):
             raise ConfigError(f'resume must be "auto" or "manual", got {self.resume!r}')
+        if self.on_new_version not in ("stay", "next_epoch"):
+            raise ConfigError(f'on_new_version must be "stay" or "next_epoch", got {self.on_new_version!r}')
+        if not isinstance(self.allow_moved, bool):
+            raise ConfigError(f"allow_moved must be True or False, got {self.allow_moved!r}; pass a bool")
         if self.evaluation and self.resume_states:
             raise ConfigError(
                 "resume_from must not be given with evaluation=True, which is never resumed; leave one of them out"
             )
+
+    @property
+    def takes_up_versions(self) -> bool:
+        """Whether each epoch asks which version it reads."""
+        return self.on_new_version == "next_epoch"
 
     def resume_state(self, name: str) -> StreamState | None:
         """The state of `resume_from` that stream `name` continues from: its own, or the only one."""

@@ -1,130 +1,42 @@
 """StreamCoordinator: assigns split blocks to ranks, owns the readers, knows how far each run is.
 
-The actor is a thin shell around `AttemptBook`, which is pure. It holds nothing that a restart could not rebuild: readers
-are made on request, plans are computed from (version, filter), and shards report their position again and again. A
-checkpoint, never the coordinator, is where a run continues from: the model would be behind.
+The actor is a thin shell around parts that are tested without it. It holds nothing that a restart could not rebuild: readers
+are made on request, plans are computed from (version, filter), the versions of epochs are kept by the cluster, and shards
+report their position again and again. A checkpoint, never the coordinator, is where a run continues from: the model would
+be behind.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from ray_lance_stream.attempts import Attempt, AttemptBook, PassStart, RankProgress, Turn
 from ray_lance_stream.config import ReadPlan
-from ray_lance_stream.meter import Tally
-from ray_lance_stream.planner import plan_table
+from ray_lance_stream.epoch_versions import EpochVersions, newest_version
+from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.pin import PinnedAs
+from ray_lance_stream.planner import PlanBook
 from ray_lance_stream.reader import start_reader
 from ray_lance_stream.shelf import Owner, Reader, ReaderShelf, StageShelf, Worker
-from ray_lance_stream.state import StreamState
+from ray_lance_stream.source import resolve_columns
 from ray_lance_stream.table import TableRef
 
 if TYPE_CHECKING:
     from ray_lance_stream.transform import Stage
 
 CALLS_AT_A_TIME = 16
+PLANS_AT_A_TIME = 4  # of their own: ranks that wait for a scan must not keep others from a reader
 MAX_RESTARTS = 16
 CALL_RETRIES = 3
-KEPT_ATTEMPTS = 64
-KEPT_TURNS = 64
 # A worker group that starts again within this time after the end of the one before finds warm readers.
 KEEP_READERS_S = 20.0
 # A trainer needs a while from `fit()` to its first batch.
 KEEP_SPARE_S = 120.0
-
-
-@dataclass(frozen=True)
-class StepSize:
-    """How a rank steps through a pass. Cycles per batch (a fraction as text) and drop_last must agree between ranks."""
-
-    cycles_per_batch: str
-    drop_last: bool
-    batch_size: int
-    num_splits: int
-
-    def agrees(self, other: StepSize) -> bool:
-        """Whether both take the same number of steps."""
-        return (self.cycles_per_batch, self.drop_last) == (other.cycles_per_batch, other.drop_last)
-
-
-Turn = tuple[int, int]  # (epoch, which pass of its shard): the same on all ranks that run the same loop
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One worker group of one run: assignments belong to it, so runs that share a stream do not meet.
-
-    Attributes:
-        attempt_id: unique per `streaming_split`.
-        run: name of the Ray Train run; "" outside of Ray Train.
-        world_size: W.
-        split_for_train: whether Ray Train split the stream over a whole worker group.
-    """
-
-    attempt_id: str
-    run: str
-    world_size: int
-    split_for_train: bool = False
-
-
-@dataclass(frozen=True)
-class RankProgress:
-    """What one rank last told: its state, and what it has counted in this attempt."""
-
-    state: StreamState
-    tally: Tally
-
-
-@dataclass
-class _Record:
-    attempt: Attempt
-    ranks: dict[int, RankProgress] = field(default_factory=dict)
-    steps: dict[Turn, tuple[int, StepSize]] = field(default_factory=dict)  # what the first rank registered
-
-
-class AttemptBook:
-    """Positions and step sizes by attempt; the newest attempt of a run stands for the run."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, _Record] = {}
-
-    def record(self, attempt: Attempt, rank: int, progress: RankProgress) -> None:
-        """Note what a rank tells of itself."""
-        self._of(attempt).ranks[rank] = progress
-
-    def register_step(self, attempt: Attempt, rank: int, turn: Turn, step: StepSize) -> tuple[int, StepSize] | None:
-        """Note how a rank steps through a pass.
-
-        Returns:
-            None where that agrees with the rank that came first, else (that rank, its step size).
-        """
-        steps = self._of(attempt).steps
-        first = steps.setdefault(turn, (rank, step))
-        while len(steps) > KEPT_TURNS:
-            del steps[next(iter(steps))]
-        return None if first[1].agrees(step) else first
-
-    def runs(self) -> list[str]:
-        """Names of the Ray Train runs that reported a position, oldest first; "" alone where there is none."""
-        names = list(dict.fromkeys(r.attempt.run for r in self._records.values() if r.ranks))
-        return [name for name in names if name] or names
-
-    def snapshot(self, run: str) -> dict[int, RankProgress]:
-        """The ranks of the newest attempt of a run that reported a position."""
-        records = [r for r in self._records.values() if r.attempt.run == run and r.ranks]
-        return dict(sorted(records[-1].ranks.items())) if records else {}
-
-    def _of(self, attempt: Attempt) -> _Record:
-        record = self._records.get(attempt.attempt_id)
-        if record is None:
-            record = self._records[attempt.attempt_id] = _Record(attempt)
-            while len(self._records) > KEPT_ATTEMPTS:
-                del self._records[next(iter(self._records))]
-        return record
 
 
 class StreamCoordinator:
@@ -139,8 +51,8 @@ class StreamCoordinator:
         self._label = label
         self._book = AttemptBook()
         self._lock = threading.Lock()
-        self._plan_lock = threading.Lock()
-        self._plans: dict[ReadPlan, ReadPlan] = {}
+        self._plans = PlanBook()
+        self._epochs: EpochVersions | None = None
         self._shelf = ReaderShelf(partial(start_reader, label, table), KEEP_READERS_S, time.monotonic)
         self._shelf.spare(ray.get_runtime_context().get_node_id(), KEEP_SPARE_S)
         self._stages = StageShelf(_start_stage_worker, KEEP_READERS_S, time.monotonic)
@@ -183,23 +95,66 @@ class StreamCoordinator:
                 self._shelf.sweep()
                 self._stages.sweep()
 
-    def plan_at(self, plan: ReadPlan, version: int) -> ReadPlan:
-        """The plan of the same stream at another table version; computed once.
+    @ray.method(concurrency_group="plans")
+    def plan_at(self, plan: ReadPlan, version: int, pinned_as: PinnedAs | None) -> ReadPlan:
+        """The plan of the same stream at another table version, which is kept from here on where the stream is pinned.
 
         Raises:
             VersionNotFoundError: the version is gone.
             ConfigError: the stream cannot be served at that version.
         """
-        wanted = plan.at(version)
-        with self._plan_lock:
-            if wanted not in self._plans:
-                self._plans[wanted] = plan_table(wanted)
-            return self._plans[wanted]
+        return self._plans.at(plan, version, pinned_as)
 
-    def register_step(self, attempt: Attempt, rank: int, turn: Turn, step: StepSize) -> tuple[int, StepSize] | None:
-        """See AttemptBook.register_step."""
+    @ray.method(concurrency_group="plans")
+    def plan_of_epoch(
+        self, attempt_id: str, epoch: int, plan: ReadPlan, first: bool, pinned_as: PinnedAs | None
+    ) -> ReadPlan:
+        """The plan of an epoch that takes up the newest version as it begins: one choice for all ranks of an attempt.
+
+        Args:
+            attempt_id: of the attempt.
+            epoch: which epoch.
+            plan: of the version that the driver has pinned.
+            first: whether the run begins with this epoch, and so with that version.
+            pinned_as: see plan_at.
+
+        Raises:
+            ConfigError: the stream cannot be served at that version.
+            TableError: the table is gone.
+        """
+
+        def choose() -> int:
+            version = plan.table.version if first else newest_version(plan.table)
+            if pinned_as is not None:
+                pinned_as.hold(plan.table.at(version))
+            return version
+
+        version = self._epoch_versions().of(attempt_id, epoch, choose)
+        if version == plan.table.version:
+            return plan
+        try:
+            resolve_columns(plan.table.at(version), plan.columns)  # none may be lost, also where all of them are read
+            return self._plans.at(plan, version)
+        except ConfigError as error:
+            raise ConfigError(
+                f"epoch {epoch} takes up version {version} of table {plan.table.identity}, as on_new_version='next_epoch' "
+                f"says, but the stream cannot be served there: {error}. Write a version that fits, or go on from the "
+                "checkpoint with on_new_version='stay'"
+            ) from None
+
+    def _epoch_versions(self) -> EpochVersions:
+        # Imports ray.data, which takes a second, and which most streams do without.
+        from ray_lance_stream._ray_data import KeptByCluster
+
         with self._lock:
-            return self._book.register_step(attempt, rank, turn, step)
+            if self._epochs is None:
+                self._epochs = EpochVersions(KeptByCluster("ray_lance_stream.epoch_versions"))
+            return self._epochs
+
+    def register_pass(self, attempt: Attempt, rank: int, turn: Turn, start: PassStart) -> tuple[int, PassStart] | None:
+        """See AttemptBook.register_pass."""
+        with self._lock:
+            return self._book.register_pass(attempt, rank, turn, start)
 
     @ray.method(max_task_retries=0)
     def record(self, attempt: Attempt, rank: int, progress: RankProgress) -> None:
@@ -234,7 +189,8 @@ def _start_stage_worker(stage: Stage) -> Worker:
 
 def start_coordinator(label: str, table: TableRef) -> ray.actor.ActorHandle:
     """A coordinator owned by this process."""
-    actor: Any = ray.remote(StreamCoordinator)
+    remote: Any = ray.remote
+    actor = remote(concurrency_groups={"plans": PLANS_AT_A_TIME})(StreamCoordinator)
     return actor.options(
         num_cpus=0,
         max_concurrency=CALLS_AT_A_TIME,

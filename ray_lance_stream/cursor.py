@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 from ray_lance_stream.errors import IterationError
 from ray_lance_stream.splits import SplitBlock, SplitGrid
@@ -181,12 +182,18 @@ class _Place:
 
     phase: _Pass
     start: Position
+    source: Any
     walk: EpochWalk | None = None
     rows: int = 0
+    walk_source: Any = None
 
     @property
     def position(self) -> Position:
         return self.walk.position_after(self.rows) if self.walk else self.start
+
+    @property
+    def received_source(self) -> Any:
+        return self.walk_source if self.rows else self.source
 
 
 class Cursor:
@@ -199,10 +206,17 @@ class Cursor:
     | LEFT | LIVE, epoch + 1  | -            | LEFT    | OPEN (e, 0)  | OPEN (p) |
 
     * an open position inside epoch e stays: `set_epoch(shard.epoch)` after a resume must not undo the resume.
+
+    A *source* is what rows are of, a version of the table, which may be another one in the next pass. It is kept here
+    so that position and source can be asked for as one.
+
+    Args:
+        position: where the first pass begins.
+        source: of the rows before it.
     """
 
-    def __init__(self, position: Position) -> None:
-        self._place = _Place(_Pass.OPEN, position)
+    def __init__(self, position: Position, source: Any = None) -> None:
+        self._place = _Place(_Pass.OPEN, position, source)
 
     @property
     def live(self) -> bool:
@@ -213,6 +227,12 @@ class Cursor:
     def position(self) -> Position:
         """Where the loop is."""
         return self._place.position
+
+    @property
+    def where(self) -> tuple[Position, Any]:
+        """(where the loop is, source of the last row that it has received)."""
+        place = self._place
+        return place.position, place.received_source
 
     @property
     def done(self) -> tuple[int, tuple[CycleRange, ...]]:
@@ -228,9 +248,9 @@ class Cursor:
         place = self._place
         return place.position if place.phase is _Pass.OPEN else Position(place.position.epoch + 1)
 
-    def begin(self, walk: EpochWalk) -> None:
-        """Start a pass; `walk` starts at `next_start`."""
-        self._place = _Place(_Pass.LIVE, walk.start, walk)
+    def begin(self, walk: EpochWalk, source: Any = None) -> None:
+        """Start a pass over rows of `source`; `walk` starts at `next_start`."""
+        self._place = _Place(_Pass.LIVE, walk.start, self._place.received_source, walk, walk_source=source)
 
     def received(self, rows: int) -> None:
         """The loop has received `rows` more rows of the running pass."""
@@ -252,16 +272,16 @@ class Cursor:
         place = self._place
         if place.phase is _Pass.OPEN and place.position.epoch == epoch:
             return
-        self._place = _Place(_Pass.OPEN, Position(epoch))
+        self._place = _Place(_Pass.OPEN, Position(epoch), place.received_source)
 
-    def load(self, position: Position) -> None:
-        """Continue from a saved position.
+    def load(self, position: Position, source: Any = None) -> None:
+        """Continue from a saved position behind rows of `source`.
 
         Raises:
             IterationError: a pass is running.
         """
         self.check_not_live()
-        self._place = _Place(_Pass.OPEN, position)
+        self._place = _Place(_Pass.OPEN, position, source)
 
     def check_not_live(self) -> None:
         """Raises IterationError if a pass is running."""

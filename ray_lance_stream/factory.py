@@ -13,9 +13,10 @@ from ray_lance_stream import train
 from ray_lance_stream.config import DEFAULT_PREFETCH_BYTES, ReadPlan, StreamConfig
 from ray_lance_stream.errors import ConfigError, StateMismatchError
 from ray_lance_stream.order import Order
-from ray_lance_stream.planner import plan_table
+from ray_lance_stream.planner import PlanBook, plan_table
+from ray_lance_stream.recorded import recorded_plan
 from ray_lance_stream.source import resolve_columns, table_ref, validate_filter
-from ray_lance_stream.state import StreamState, check_fits
+from ray_lance_stream.state import StreamState, remedy_for
 from ray_lance_stream.stream import LanceStream
 from ray_lance_stream.table import StorageOptions
 
@@ -43,6 +44,8 @@ def lance_stream(
     replicas: int = 1,
     resume: Literal["auto", "manual"] = "auto",
     resume_from: ray.train.Checkpoint | str | os.PathLike[str] | dict[str, Any] | None = None,
+    on_new_version: Literal["stay", "next_epoch"] = "stay",
+    allow_moved: bool = False,
     storage_options: StorageOptions = None,
 ) -> LanceStream:
     """Stream a Lance or LanceDB table into Ray Train with the same global steps on any number of workers.
@@ -74,6 +77,10 @@ def lance_stream(
         resume: "auto" restores from the checkpoint that a worker group starts from; "manual" leaves it to
             `shard.load_state_dict`.
         resume_from: a `ray.train.Checkpoint`, its path, or a state dict to continue from in a new run.
+        on_new_version: what happens when the table gets a newer version. "stay": nothing, a run reads one version. With
+            "next_epoch" each epoch takes up the newest version as it begins, the same one on all ranks.
+        allow_moved: continue from a state of the same table in another place, or written anew: its uri may differ, its
+            schema, row count and fragments must agree.
         storage_options: object store options; never shown and never saved.
 
     Raises:
@@ -97,6 +104,8 @@ def lance_stream(
         readers_per_worker=readers_per_worker,
         replicas=replicas,
         resume=resume,
+        on_new_version=on_new_version,
+        allow_moved=allow_moved,
         resume_states={} if resume_from is None else train.resume_states(resume_from),
     )
     ref = table_ref(table, storage_options)
@@ -107,6 +116,7 @@ def lance_stream(
         order=Order(1, shuffle=shuffle, seed=shuffle_seed, clump_size=shuffle_clump_size, order_id=order),
         num_splits=num_splits,
         drop_remainder=drop_remainder,
+        every_column=columns is None,
     )
     if filter is not None:
         validate_filter(ref, filter)
@@ -142,12 +152,8 @@ def _planned(plan: ReadPlan, config: StreamConfig) -> ReadPlan:
     saved = _fitting(plan, config)
     if saved is None:
         return plan_table(plan)
-    plan = plan.at(saved.identity.table_version)
-    plan.table.open(fresh=True)  # one that this process has open still answers when its version is gone
-    at_saved = plan_table(plan)
-    if plan.num_splits is not None:
-        check_fits(saved, at_saved.identity(config.replicas))
-    return at_saved
+    plans = PlanBook()
+    return recorded_plan(plan, saved, config, lambda version: plans.at(plan, version))
 
 
 def _fitting(plan: ReadPlan, config: StreamConfig) -> StreamState | None:
@@ -161,10 +167,9 @@ def _fitting(plan: ReadPlan, config: StreamConfig) -> StreamState | None:
         # Row count and, where the world size gives it, the number of splits are known later.
         loose = saved.identity if plan.num_splits is None else None
         now = current.at(saved.identity) if loose is None else current.at(saved.identity, num_splits=loose.num_splits)
-        found = saved.identity.differences(now)
+        found = saved.identity.differences(now, allow_moved=config.allow_moved)
         if not found:
             return saved
         differences.append(found)
-    raise StateMismatchError(
-        min(differences, key=len), "resume_from continues the same row order: make the stream with the saved values"
-    )
+    fewest = min(differences, key=len)
+    raise StateMismatchError(fewest, remedy_for(fewest))

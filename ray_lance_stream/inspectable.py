@@ -10,8 +10,8 @@ import ray
 from ray.data import Dataset
 
 from ray_lance_stream import explain
+from ray_lance_stream.attempts import RankProgress
 from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
-from ray_lance_stream.coordinator import RankProgress
 from ray_lance_stream.dataset import epoch_dataset
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.meter import Tally

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import ray
 
 from ray_lance_stream import train
+from ray_lance_stream.attempts import Attempt, PassStart, RankProgress, StepSize
 from ray_lance_stream.config import ReadPlan
-from ray_lance_stream.coordinator import Attempt, RankProgress, StepSize
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.meter import Meter
+from ray_lance_stream.pin import PinnedAs
 from ray_lance_stream.shelf import Owner, Reader, Worker
 from ray_lance_stream.splits import SplitBlock, cycles_per_batch
-from ray_lance_stream.state import StreamState
+from ray_lance_stream.state import StreamIdentity, StreamState
 from ray_lance_stream.transform import Stage
 
 TELL_INTERVAL_S = 1.0
@@ -42,7 +44,7 @@ class CoordinatorLink:
         self._rank = rank
         self._meter = meter
         self._told_s = 0.0
-        self._passes = 0
+        self._passes = {True: 0, False: 0}  # by whether they have batches
 
     def prepare_reader(self) -> None:
         """Have the first reader started, or handed on from an attempt that has ended; waits for nothing."""
@@ -77,26 +79,61 @@ class CoordinatorLink:
     def _owner(self, slot: int) -> Owner:
         return Owner(train.run_name(), self._attempt.attempt_id, self._rank, slot)
 
-    def plan_at(self, plan: ReadPlan, version: int) -> ReadPlan:
+    def plan_at(self, plan: ReadPlan, version: int, pinned_as: PinnedAs | None) -> ReadPlan:
         """The same stream at another table version; may scan the table, once for all ranks."""
-        return self._ask("plan_at", plan, version, timeout_s=None)
+        return self._ask("plan_at", plan, version, pinned_as, timeout_s=None)
 
-    def agree_on_step(self, epoch: int, block: SplitBlock, batch_size: int, drop_last: bool) -> None:
-        """Register how this rank steps through an epoch: ranks must step alike, or a collective would hang.
+    def plan_of_epoch(self, epoch: int, plan: ReadPlan, first: bool, pinned_as: PinnedAs | None) -> ReadPlan:
+        """See StreamCoordinator.plan_of_epoch; may scan the table, once for all ranks."""
+        return self._ask("plan_of_epoch", self._attempt.attempt_id, epoch, plan, first, pinned_as, timeout_s=None)
+
+    def ask_plan_of_epoch(self, epoch: int, plan: ReadPlan, pinned_as: PinnedAs | None) -> Future[ReadPlan]:
+        """Ask for the plan of an epoch that comes; waits for nothing."""
+        asked: ray.ObjectRef = self._coordinator.plan_of_epoch.remote(
+            self._attempt.attempt_id, epoch, plan, False, pinned_as
+        )
+        return asked.future()
+
+    def agree_on_pass(
+        self, epoch: int, identity: StreamIdentity, block: SplitBlock, batch_size: int | None, drop_last: bool
+    ) -> None:
+        """Register what this rank reads in an epoch, and how it steps: ranks must do alike, or a collective would hang.
+
+        Args:
+            epoch: which epoch.
+            identity: what fixes the rows.
+            block: splits of this rank.
+            batch_size: rows per batch; None: it does not step.
+            drop_last: see batch_size.
 
         Raises:
-            ConfigError: an earlier rank of this attempt steps differently; names both.
+            ConfigError: an earlier rank of this attempt reads other rows, or steps differently; names both.
         """
-        step = StepSize(str(cycles_per_batch(batch_size, block)), drop_last, batch_size, block.size)
-        self._passes += 1
-        other = self._ask("register_step", self._named(), self._rank, (epoch, self._passes), step)
+        step = None
+        if batch_size is not None:
+            step = StepSize(str(cycles_per_batch(batch_size, block)), drop_last, batch_size, block.size)
+        self._passes[step is not None] += 1
+        turn = (epoch, self._passes[True] if step is not None else -self._passes[False])
+        other = self._ask("register_pass", self._named(), self._rank, turn, PassStart(identity, step))
         if other is None:
             return
         rank, theirs = other
+        where = f"in epoch {epoch} of stream {self._name!r} rank {self._rank}"
+        if theirs.identity != identity:
+            mine, others = (
+                ", ".join(f"{name}={getattr(each, name)!r}" for name in identity.unlike(theirs.identity))
+                for each in (identity, theirs.identity)
+            )
+            raise ConfigError(
+                f"all ranks must read the same rows, but {where} reads {mine} and rank {rank} reads {others}; load the same "
+                "state on every rank"
+            )
+        assert step is not None
+        assert theirs.step is not None
         raise ConfigError(
-            f"all ranks must take the same number of cycles per batch, but in epoch {epoch} of stream {self._name!r} rank "
-            f"{self._rank} uses batch_size={batch_size} on {block.size} splits (drop_last={drop_last}) and rank {rank} "
-            f"uses batch_size={theirs.batch_size} on {theirs.num_splits} splits (drop_last={theirs.drop_last}); use "
+            f"all ranks must take the same number of cycles per batch, but {where} uses batch_size={batch_size} on "
+            f"{block.size} splits (drop_last={drop_last}) and rank {rank} uses batch_size={theirs.step.batch_size} on "
+            f"{theirs.step.num_splits} splits (drop_last={theirs.step.drop_last}); use "
             "shard.local_batch_size(global_batch_size) on every rank"
         )
 

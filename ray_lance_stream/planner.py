@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from dataclasses import replace
 
 from ray_lance_stream.config import ReadPlan, Shared
+from ray_lance_stream.content import content_of
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.source import count_rows, match_rows, sample_row_bytes
+from ray_lance_stream.pin import PinnedAs
+from ray_lance_stream.source import count_rows, match_rows, resolve_columns, sample_row_bytes, validate_filter
+
+KEPT_PLANS = 4
 
 
 def plan_table(plan: ReadPlan) -> ReadPlan:
@@ -41,5 +47,48 @@ def plan_table(plan: ReadPlan) -> ReadPlan:
         plan,
         order=replace(plan.order, num_rows=num_rows),
         matched=matched,
+        content=content_of(table.open()),
         row_bytes=sample_row_bytes(table, list(plan.columns), num_rows),
     )
+
+
+def plan_version(plan: ReadPlan, version: int) -> ReadPlan:
+    """The plan of the same stream at another table version, whose columns may be others.
+
+    Raises:
+        ConfigError: it lacks a column that is read or filtered by, or see `plan_table`.
+        VersionNotFoundError: the version is gone.
+    """
+    plan = plan.at(version)
+    table = plan.table
+    table.open(fresh=True)  # one that this process has open still answers when its version is gone
+    columns = resolve_columns(table, None if plan.every_column else plan.columns)
+    if plan.filter is not None:
+        validate_filter(table, plan.filter)
+    return plan_table(replace(plan, columns=tuple(columns)))
+
+
+class PlanBook:
+    """The plans of other versions than the driver's, each made once, whoever asks.
+
+    Of a run that goes from version to version the newest ones are kept: with a filter a plan has 8 bytes per match.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._plans: OrderedDict[ReadPlan, ReadPlan] = OrderedDict()
+        self._held: set[tuple[int, PinnedAs]] = set()
+
+    def at(self, plan: ReadPlan, version: int, pinned_as: PinnedAs | None = None) -> ReadPlan:
+        """See `plan_version`; where the stream is pinned, the version is kept from here on."""
+        wanted = plan.at(version)
+        with self._lock:
+            if pinned_as is not None and (version, pinned_as) not in self._held:
+                pinned_as.hold(wanted.table)
+                self._held.add((version, pinned_as))
+            if wanted not in self._plans:
+                self._plans[wanted] = plan_version(plan, version)
+            self._plans.move_to_end(wanted)
+            while len(self._plans) > KEPT_PLANS:
+                self._plans.popitem(last=False)
+            return self._plans[wanted]

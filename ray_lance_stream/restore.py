@@ -6,19 +6,21 @@ import logging
 
 from ray_lance_stream import train
 from ray_lance_stream.config import ReadPlan, StreamConfig
-from ray_lance_stream.cursor import Cursor, Position
+from ray_lance_stream.cursor import Cursor, EpochWalk, Position
+from ray_lance_stream.epoch_plans import EpochPlans
 from ray_lance_stream.errors import StateError
 from ray_lance_stream.link import CoordinatorLink
-from ray_lance_stream.state import PartialCycle, StreamState, check_fits
+from ray_lance_stream.recorded import opens_an_epoch, recorded_plan
+from ray_lance_stream.state import PartialCycle, StreamIdentity, StreamState
 
 logger = logging.getLogger(__name__)
 
 
 class StreamPosition:
-    """The position of a shard, restored on first use; loading a state may move the plan to the recorded version.
+    """The position of a shard, restored on first use; a loaded state, or an epoch, may move the plan to another version.
 
     Attributes:
-        plan: what is read from here on.
+        plan: what the newest pass reads; before the first one, what the open epoch does as far as is known.
         config: how it is delivered, with the skips of a loaded state.
 
     Args:
@@ -32,6 +34,9 @@ class StreamPosition:
     def __init__(self, name: str, plan: ReadPlan, config: StreamConfig, world_size: int, link: CoordinatorLink) -> None:
         self.plan = plan
         self.config = config
+        self._pinned = plan
+        self._epochs = EpochPlans(plan, config, link)
+        self._fresh_epoch: int | None = None  # begun with the pinned version
         self._name = name
         self._world_size = world_size
         self._link = link
@@ -46,7 +51,8 @@ class StreamPosition:
         if self._cursor is None:
             saved = saved_start(self._name, self.config)
             if saved is None:
-                self._cursor = Cursor(Position(self.config.epoch))
+                self._fresh_epoch = self.config.epoch
+                self._cursor = Cursor(Position(self.config.epoch), self._identity(self.plan))
             else:
                 self.load(saved)
                 logger.info(
@@ -61,9 +67,9 @@ class StreamPosition:
 
     def state(self) -> StreamState:
         """What a checkpoint records: where the loop is."""
-        position = self.cursor().position
+        position, identity = self.cursor().where
         return StreamState(
-            identity=self.plan.identity(self.config.replicas),
+            identity=identity,
             epoch=position.epoch,
             samples_consumed_per_split=position.cycle,
             global_batch_size=self.config.global_batch_size,
@@ -71,12 +77,37 @@ class StreamPosition:
             skipped=self.config.skipped,
         )
 
+    def plan_from(self, start: Position) -> ReadPlan:
+        """What a pass reads that begins at `start`; an epoch that takes up a version is asked for, and planned.
+
+        Raises:
+            ConfigError: the stream cannot be served at that version.
+        """
+        if not self.config.takes_up_versions:
+            return self.plan
+        return self._epochs.of(start.epoch, first=start.epoch == self._fresh_epoch)
+
+    def plan_ahead(self, epoch: int) -> ReadPlan | None:
+        """What the next epoch will read, where that is known; waits for nothing."""
+        return self._epochs.ahead(epoch) if self.config.takes_up_versions else self.plan
+
+    def begin(self, plan: ReadPlan, walk: EpochWalk, batch_size: int | None, drop_last: bool) -> None:
+        """Begin a pass, once it goes together with those of the other ranks.
+
+        Raises:
+            ConfigError: another rank reads other rows, or steps differently.
+        """
+        identity = self._identity(plan)
+        self._link.agree_on_pass(walk.start.epoch, identity, walk.block, batch_size, drop_last)
+        self.plan = plan
+        self.cursor().begin(walk, identity)
+
     def tell(self) -> None:
         """Tell the coordinator where this shard is; waits for nothing."""
         self._link.tell(self.state())
 
     def load(self, saved: StreamState) -> None:
-        """Continue from a state, at the table version that it records.
+        """Continue from a state, at the table version that it records, or at an epoch that takes up one.
 
         Raises:
             IterationError: a pass is running.
@@ -88,14 +119,27 @@ class StreamPosition:
             raise StateError("a stream with evaluation=True is never resumed; make it without evaluation=True")
         cursor = self._cursor or Cursor(Position(0))
         cursor.check_not_live()
-        plan = self.plan
-        if saved.identity.table_version != plan.table.version:
-            check_fits(saved, plan.identity(self.config.replicas).at(saved.identity))
-            plan = self._link.plan_at(plan, saved.identity.table_version)
-        check_fits(saved, plan.identity(self.config.replicas))
+        plan = recorded_plan(self._pinned, saved, self.config, self._plan_at)
+        if not opens_an_epoch(saved):
+            self._epochs.load(saved.epoch, plan)
+        self._fresh_epoch = None
         self.plan, self.config = plan, self.config.with_skipped(saved.skipped)
-        cursor.load(self._position_of(saved))
+        cursor.load(self._position_of(saved), self._source_of(saved, plan))
         self._cursor = cursor
+
+    def _plan_at(self, version: int) -> ReadPlan:
+        if version == self._pinned.table.version:
+            return self._pinned
+        return self._link.plan_at(self._pinned, version, self.config.pinned_as)
+
+    def _identity(self, plan: ReadPlan) -> StreamIdentity:
+        return plan.identity(self.config.replicas)
+
+    def _source_of(self, saved: StreamState, plan: ReadPlan) -> StreamIdentity:
+        """What the rows before a loaded position were of."""
+        is_here = saved.identity.table_uri == plan.table.identity
+        is_behind = self.config.takes_up_versions and opens_an_epoch(saved) and is_here
+        return saved.identity if is_behind else self._identity(plan)
 
     def _position_of(self, saved: StreamState) -> Position:
         """The position that a state means here: exact at a cycle boundary, and inside a cycle on the same world size."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,26 +10,27 @@ from ray.data import DataContext, Schema
 
 from ray_lance_stream import train
 from ray_lance_stream._ray_data import DatasetStats, as_iterable
+from ray_lance_stream.attempts import Attempt
 from ray_lance_stream.batching import BATCH_SIZE_OF_STREAM, BatchSizeRule, StreamSizedIterator, refuse_local_shuffle
 from ray_lance_stream.columns import batch_schema
-from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
-from ray_lance_stream.coordinator import Attempt
-from ray_lance_stream.cursor import Cursor, EpochWalk, Position
+from ray_lance_stream.config import ReadPlan, StreamConfig
+from ray_lance_stream.cursor import EpochWalk, Position
 from ray_lance_stream.epoch_pass import EpochPass
 from ray_lance_stream.line import with_chunks_for_stages
 from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.meter import Meter
 from ray_lance_stream.restore import StreamPosition
+from ray_lance_stream.resumable import Resumable
 from ray_lance_stream.source import projected_schema
 from ray_lance_stream.splits import RankShare
-from ray_lance_stream.state import StreamState, skipped_in
+from ray_lance_stream.state import skipped_in
 from ray_lance_stream.supply import ChunkSupply
 from ray_lance_stream.window import ReadWindow
 
 RUNTIME = ("_position", "_pass", "_stats", "_link", "_supply", "_batch_rule", "_meter")
 
 
-class StreamShard(StreamSizedIterator):
+class StreamShard(StreamSizedIterator, Resumable):
     """One rank's share of a LanceStream.
 
     Each `iter()` of what an `iter_*` call returns is one epoch: the first after a resume finishes the open epoch, the
@@ -114,8 +113,8 @@ class StreamShard(StreamSizedIterator):
 
     @property
     def num_rows(self) -> int:
-        """Rows that this rank receives in a whole epoch."""
-        return self._walk(Position(self.epoch)).num_rows
+        """Rows that this rank receives in the whole epoch that the next pass, or the running one, belongs to."""
+        return self._walk(Position(self.epoch), self._plan_of_next()).num_rows
 
     @property
     def loss_weight(self) -> float:
@@ -137,7 +136,7 @@ class StreamShard(StreamSizedIterator):
         """Batches that the next pass delivers: those left of an open epoch after a resume, else those of an epoch."""
         cursor = self._restore()
         size = self._batch_rule.resolve(batch_size if batch_size is not None else BATCH_SIZE_OF_STREAM)
-        return self._walk(cursor.next_start, size, drop_last).num_batches
+        return self._walk(cursor.next_start, self._plan_of_next(), size, drop_last).num_batches
 
     # ---- iteration
 
@@ -164,14 +163,21 @@ class StreamShard(StreamSizedIterator):
         """A pass that begins when its first item is asked for."""
         cursor = self._restore()
         if batch_size is not None:
-            start = cursor.next_start
-            if start.cycle == 0 and not self._walk(start, batch_size, drop_last).num_rows:
-                self._batch_rule.refuse_empty_epoch(self._walk(start).num_rows, batch_size)
+            start, plan = cursor.next_start, self._position.plan_from(cursor.next_start)
+            if start.cycle == 0 and not self._walk(start, plan, batch_size, drop_last).num_rows:
+                self._batch_rule.refuse_empty_epoch(self._walk(start, plan).num_rows, batch_size)
         return EpochPass(self, batch_size, drop_last)
 
-    def _walk(self, start: Position, batch_size: int | None = None, drop_last: bool = False) -> EpochWalk:
-        share, skipped = self._share, skipped_in(self._position.config.skipped, start.epoch)
-        return EpochWalk(share.grid, share.block, start, skipped, batch_size, drop_last)
+    def _walk(
+        self, start: Position, plan: ReadPlan, batch_size: int | None = None, drop_last: bool = False
+    ) -> EpochWalk:
+        skipped = skipped_in(self._position.config.skipped, start.epoch)
+        return EpochWalk(plan.grid, self._share.block, start, skipped, batch_size, drop_last)
+
+    def _plan_of_next(self) -> ReadPlan:
+        """What the running pass reads, else the next one."""
+        cursor = self._restore()
+        return self._position.plan if cursor.live else self._position.plan_from(cursor.next_start)
 
     # ---- called by a pass
 
@@ -180,12 +186,11 @@ class StreamShard(StreamSizedIterator):
         cursor = self._restore()
         if self._pass is not None:
             self._end_pass(self._pass)
-        walk = self._walk(cursor.next_start, new.batch_size, new.drop_last)
-        if new.batch_size is not None:
-            self._link.agree_on_step(walk.start.epoch, walk.block, new.batch_size, new.drop_last)
-        cursor.begin(walk)
+        plan = self._position.plan_from(cursor.next_start)
+        walk = self._walk(cursor.next_start, plan, new.batch_size, new.drop_last)
+        self._position.begin(plan, walk, new.batch_size, new.drop_last)
         self._pass = new
-        return walk, self._supply.take(self._position.plan, walk)
+        return walk, self._supply.take(plan, walk)
 
     def _received(self, rows: int) -> None:
         self._position.cursor().received(rows)
@@ -195,8 +200,10 @@ class StreamShard(StreamSizedIterator):
 
     def _read_ahead(self, running: ReadWindow, walk: EpochWalk) -> None:
         if running.all_sent and self._supply.may_read_ahead:
-            next_walk = partial(self._walk, Position(walk.start.epoch + 1), walk.batch_size, walk.drop_last)
-            self._supply.ahead.go_on(running, self._position.plan, next_walk)
+            plan = self._position.plan_ahead(walk.start.epoch + 1)
+            if plan is not None:
+                next_walk = partial(self._walk, Position(walk.start.epoch + 1), plan, walk.batch_size, walk.drop_last)
+                self._supply.ahead.go_on(running, plan, next_walk)
 
     def _end_pass(self, ended: EpochPass) -> None:
         if self._pass is not ended:
@@ -207,67 +214,6 @@ class StreamShard(StreamSizedIterator):
         ended.close()
         self._position.cursor().leave()
         self._position.tell()
-
-    # ---- position
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next pass, or the running one, belongs to."""
-        cursor = self._restore()
-        return cursor.position.epoch if cursor.live else cursor.next_start.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next pass epoch `epoch`; ends a running pass.
-
-        Where the open position already lies in that epoch, as after a resume, it stays.
-        """
-        at_least("epoch", epoch, 0)
-        cursor = self._restore()
-        if self._pass is not None:
-            self._end_pass(self._pass)
-        cursor.set_epoch(epoch)
-
-    @property
-    def digest(self) -> int:
-        """A number in [0, 2**64) for the rows that the newest pass has delivered to this rank, in whole cycles.
-
-        The sum over ranks, modulo 2**64, does not depend on how many there are; it equals the sum of
-        `LanceStream.digest` over the steps of the pass. Computed from the order when asked for: costs nothing otherwise.
-        """
-        epoch, ranges = self._restore().done
-        plan, block = self._position.plan.resolve(), self._share.block
-        return sum(plan.digest(epoch, block, lo, hi) for lo, hi in ranges) % 2**64
-
-    def state(self) -> StreamState:
-        """`state_dict()` as an object."""
-        self._restore()
-        return self._position.state()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the loop as JSON values (< 2 KB): what it has received, not what was prefetched.
-
-        Needs no other rank and no read; the same on every rank at a step boundary.
-        """
-        return self.state().to_dict()
-
-    def save_state(self, directory: str | os.PathLike[str]) -> None:
-        """Write the state into a directory that you make a checkpoint of, for use with plain `ray.train.report`."""
-        train.save_state_file(directory, self.name, self.state())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position; comes before everything that Ray Train or `resume_from` would restore.
-
-        Raises:
-            StateError: malformed, or this is an evaluation stream.
-            StateMismatchError: the state belongs to another row order.
-            IterationError: an iterator of this shard is live.
-        """
-        self._position.load(StreamState.from_dict(state))
-
-    def _restore(self) -> Cursor:
-        """The cursor; on first use set to where this shard starts."""
-        train.check_worker_group(self._attempt, self.world_rank)
-        return self._position.cursor()
 
     # ---- description
 
@@ -281,9 +227,9 @@ class StreamShard(StreamSizedIterator):
     def schema(self) -> Schema:
         """Columns and types of the batches; with transforms, those of a first cycle that is read for it."""
         if self._config.stages:
-            walk = self._walk(Position(self.epoch))
-            return Schema(batch_schema(self._supply.schema(self._position.plan, walk)))
-        plan = self._position.plan
+            walk = self._walk(Position(self.epoch), self._plan_of_next())
+            return Schema(batch_schema(self._supply.schema(self._plan_of_next(), walk)))
+        plan = self._plan_of_next()
         return Schema(batch_schema(projected_schema(plan.table, list(plan.columns))))
 
     def stats(self) -> str:

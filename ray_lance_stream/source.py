@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream.errors import ConfigError, ReadError, TableError
-from ray_lance_stream.failures import guarded, secrets_of
+from ray_lance_stream.failures import attempt, guarded, secrets_of
 from ray_lance_stream.selection import check_columns, check_filter, scan_offsets
 from ray_lance_stream.table import (
     StorageOptions,
@@ -59,7 +59,9 @@ def table_ref(table: Any, storage_options: StorageOptions = None) -> TableRef:
 def _ref_from_uri(table: str | os.PathLike[str], storage_options: StorageOptions) -> TableRef:
     uri = _checked_uri(os.fspath(table))
     newest = open_newest(uri, current_options(storage_options))
-    return TableRef(uri, newest.version, storage_options)
+    ref = TableRef(uri, newest.version, storage_options)
+    ref.open(fresh=True)  # this process may have opened one that lay here before
+    return ref
 
 
 def _checked_uri(uri: Any) -> str:
@@ -89,13 +91,29 @@ def _ref_from_dataset(table: Any, storage_options: StorageOptions) -> TableRef:
     uri = _checked_uri(str(table.uri))
     options = storage_options if storage_options is not None else table.initial_storage_options
     ref = TableRef(uri, table.version, options)
-    # The same URI and version may name other rows: of another branch, or of a table made anew in the same place.
-    if table._ds.serialized_manifest() != ref.open(fresh=True)._ds.serialized_manifest():
-        raise TableError(
-            f"the dataset given is not what other processes find at {ref!r}: the table was made anew, or this is "
-            "another branch; open it again by its own URI (of a branch: <uri>/tree/<branch>)"
-        )
-    return ref
+    # The same URI and version may name other rows: of a branch, since its dataset has the URI of the main one if it was
+    # checked out from there, or of a table made anew in the same place.
+    manifest = table._ds.serialized_manifest()
+    found, failure = attempt(lambda: ref.open(fresh=True))
+    if found is not None and found._ds.serialized_manifest() == manifest:
+        return ref
+    secrets = secrets_of(uri, table.initial_storage_options)
+    for branch in guarded(table.branches.list, f"the branches of {ref!r} cannot be listed", TableError, secrets):
+        on_branch = TableRef(_branch_uri(uri, branch), table.version, options)
+        found, _ = attempt(lambda ref=on_branch: ref.open(fresh=True))  # type: ignore[misc]
+        if found is not None and found._ds.serialized_manifest() == manifest:
+            return on_branch
+    if failure is not None:
+        raise failure
+    raise TableError(
+        f"the dataset given is not what other processes find at {ref!r}, nor on one of its branches: the table was made "
+        "anew; open it again"
+    )
+
+
+def _branch_uri(uri: str, branch: str) -> str:
+    """Where Lance keeps a branch, as a dataset that can be opened on its own."""
+    return f"{uri.rstrip('/')}/tree/{branch}"
 
 
 def _ref_from_lancedb(table: Any, storage_options: StorageOptions) -> TableRef:
@@ -117,10 +135,7 @@ def _ref_from_lancedb(table: Any, storage_options: StorageOptions) -> TableRef:
     )
     uri = _checked_uri(uri)
     if branch is not None:
-        raise ConfigError(
-            f"table must be on the main branch, got branch {branch!r} of {public_uri(uri)}: pass the branch's own "
-            f"URI, {public_uri(uri)}/tree/{branch}"
-        )
+        uri = _branch_uri(uri, branch)
     if storage_options is None:
         storage_options = table.latest_storage_options() or dict(table._conn.storage_options or {}) or None
     ref = TableRef(uri, version, storage_options)

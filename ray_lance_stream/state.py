@@ -10,14 +10,18 @@ from typing import Any
 from ray_lance_stream.cursor import CycleRange, Position
 from ray_lance_stream.errors import StateError, StateMismatchError
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
+# Format 1 had no fingerprint of the table: where a state does not tell it, it is not compared.
+_SINCE_FORMAT_2 = ("table_content", "table_files")
+# What a table that was moved or made anew has of its own.
+_OF_THE_PLACE = ("table_uri", "table_files")
 
 SkippedCycles = tuple[tuple[int, int, int], ...]  # (epoch, first cycle, end cycle), sorted
 
 
 @dataclass(frozen=True)
 class StreamIdentity:
-    """Everything that fixes the row order. `table_uri` holds no secrets."""
+    """Everything that fixes the row order. `table_uri` holds no secrets; for the last two see `TableContent`."""
 
     table_uri: str
     table_version: int
@@ -30,16 +34,29 @@ class StreamIdentity:
     num_splits: int
     drop_remainder: bool
     replicas: int
+    table_content: str | None = None
+    table_files: str | None = None
 
-    def differences(self, current: StreamIdentity) -> list[tuple[str, Any, Any]]:
-        """(field, saved, current) of each field that must agree and does not; the table version may differ."""
-        names = [f.name for f in fields(self) if f.name != "table_version"]
+    def differences(self, current: StreamIdentity, *, allow_moved: bool = False) -> list[tuple[str, Any, Any]]:
+        """(field, saved, current) of each field that must agree and does not.
+
+        The table version may differ. A fingerprint that one side does not know is not compared, and with `allow_moved`
+        neither is what a copy of the table has of its own.
+        """
+        ignored = {"table_version", *(_OF_THE_PLACE if allow_moved else ())}
+        ignored |= {name for name in _SINCE_FORMAT_2 if None in (getattr(self, name), getattr(current, name))}
+        names = [f.name for f in fields(self) if f.name not in ignored]
         pairs = [(name, getattr(self, name), getattr(current, name)) for name in names]
         return [(name, saved, now) for name, saved, now in pairs if saved != now]
 
+    def unlike(self, other: StreamIdentity) -> list[str]:
+        """Names of the fields that differ."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+
     def at(self, saved: StreamIdentity, **changes: Any) -> StreamIdentity:
-        """This identity at the table version of `saved`, whose row count is not known before it is planned."""
-        return replace(self, table_version=saved.table_version, num_rows=saved.num_rows, **changes)
+        """This identity at the table version of `saved`, of which no more is known before it is planned."""
+        known = ("table_version", "num_rows", *_SINCE_FORMAT_2)
+        return replace(self, **{name: getattr(saved, name) for name in known}, **changes)
 
 
 @dataclass(frozen=True)
@@ -95,11 +112,13 @@ class StreamState:
         """
         if not isinstance(data, Mapping):
             raise StateError(f"a stream state is a dict as state_dict() returns it, got {type(data).__name__}")
-        if data.get("format") != STATE_FORMAT:
+        if not _whole(1)(data.get("format")) or data["format"] > STATE_FORMAT:
             raise StateError(
-                f"this release reads stream states of format {STATE_FORMAT}, got format={data.get('format')!r}; "
+                f"this release reads stream states of format 1 to {STATE_FORMAT}, got format={data.get('format')!r}; "
                 "load it with the release that wrote it"
             )
+        if data["format"] == 1:
+            data = {**dict.fromkeys(_SINCE_FORMAT_2), **data}
         _check_fields(data)
         identity = StreamIdentity(**{f.name: data[f.name] for f in fields(StreamIdentity)})
         partial = data["partial"]
@@ -177,6 +196,8 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "num_splits": ("an int >= 1", _whole(1)),
     "drop_remainder": ("a bool", _is(bool)),
     "replicas": ("an int >= 1", _whole(1)),
+    "table_content": ("text or null", _optional(_is(str))),
+    "table_files": ("text or null", _optional(_is(str))),
     "epoch": ("an int >= 0", _whole(0)),
     "samples_consumed_per_split": ("an int >= 0", _whole(0)),
     "global_batch_size": ("an int >= 1 or null", _optional(_whole(1))),
@@ -190,7 +211,7 @@ def _check_fields(data: Mapping[str, Any]) -> None:
     unknown = sorted(str(name) for name in set(data) - set(_CHECKS))
     if missing or unknown:
         raise StateError(
-            f"a stream state of format {STATE_FORMAT} has fixed fields; missing {missing}, unknown {unknown}"
+            f"a stream state of format {data['format']} has fixed fields; missing {missing}, unknown {unknown}"
         )
     for name, (kind, check) in _CHECKS.items():
         if not check(data[name]):
@@ -203,19 +224,29 @@ def _check_fields(data: Mapping[str, Any]) -> None:
         )
 
 
-def check_fits(saved: StreamState, current: StreamIdentity) -> None:
+def check_fits(saved: StreamState, current: StreamIdentity, *, allow_moved: bool = False) -> None:
     """Raise unless a stream with identity `current` may continue from `saved`.
 
     Raises:
         StateMismatchError: names each field that must agree, with the saved and the current value.
     """
-    differences = saved.identity.differences(current)
+    differences = saved.identity.differences(current, allow_moved=allow_moved)
     if differences:
-        raise StateMismatchError(
-            differences,
-            "These fields fix the row order: make the stream with the saved values, or start anew (a new run name, "
-            'or resume="manual")',
+        raise StateMismatchError(differences, remedy_for(differences))
+
+
+def remedy_for(differences: Sequence[tuple[str, Any, Any]]) -> str:
+    """What to do about fields that must agree and do not."""
+    names = {name for name, _, _ in differences}
+    if names <= set(_OF_THE_PLACE):
+        return (
+            "If this is the same table, moved or written anew with the same rows in the same order, pass "
+            "lance_stream(..., allow_moved=True); otherwise make the stream of the table that the state names"
         )
+    return (
+        "These fields fix the row order: make the stream with the saved values, or start anew (a new run name, or "
+        'resume="manual")'
+    )
 
 
 def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -232,6 +263,9 @@ def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         raise StateError("merge_state_dicts needs at least one state, got none")
     first = parsed[0]
     for other in parsed[1:]:
+        versions = (other.identity.table_version, first.identity.table_version)
+        if versions[0] != versions[1]:
+            raise StateMismatchError([("table_version", *versions)], "Save all ranks at the same step")
         check_fits(other, first.identity)
         if other.position() != first.position() or other.partial != first.partial:
             raise StateError(

@@ -6,6 +6,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -13,10 +14,12 @@ from ray.data import DataContext
 
 from ray_lance_stream import train
 from ray_lance_stream._ray_data import local_mode_name
+from ray_lance_stream.attempts import Attempt
 from ray_lance_stream.config import ReadPlan, StreamConfig
-from ray_lance_stream.coordinator import Attempt, start_coordinator
+from ray_lance_stream.coordinator import start_coordinator
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.inspectable import Inspectable
+from ray_lance_stream.pin import Pin
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.splits import data_rank, split_block
 from ray_lance_stream.transformable import Transformable
@@ -124,7 +127,12 @@ class LanceStream(Transformable, Inspectable):
         return [self._shard(attempt, rank) for rank in range(n)]
 
     def iterator(self) -> StreamShard:
-        """The whole stream as one shard, for streams that `DataConfig(datasets_to_split=...)` leaves out."""
+        """The whole stream as one shard, for streams that `DataConfig(datasets_to_split=...)` leaves out.
+
+        Raises:
+            ConfigError: on_new_version="next_epoch", where workers that know nothing of each other would read other rows.
+        """
+        self._refuse_to_part("is read as a whole by each worker", "name it in DataConfig(datasets_to_split=...)")
         return self.shard()
 
     # ---- what users call
@@ -133,8 +141,11 @@ class LanceStream(Transformable, Inspectable):
         """The shard of one rank, for use without Ray Train. Needs no other rank.
 
         Raises:
-            ConfigError: a rank outside of the world, or more ranks than splits.
+            ConfigError: a rank outside of the world, or more ranks than splits; several ranks with
+                on_new_version="next_epoch".
         """
+        if world_size != 1:
+            self._refuse_to_part(f"is made for rank {rank} alone", "make all shards at once with streaming_split(n)")
         data, world = data_rank(world_size, rank, self._config.replicas)
         split_block(self._plan.with_splits(world).grid.num_splits, world, data)
         return self._shard(Attempt(uuid.uuid4().hex, "", world_size), rank)
@@ -149,7 +160,35 @@ class LanceStream(Transformable, Inspectable):
                 ray.kill(self._coordinator)
             self._coordinator = None
 
+    def pin(self, tag: str) -> Pin:
+        """Keep the versions that this stream reads from being cleaned up: a tag in the table, until the run has ended.
+
+            with stream.pin(tag="run-17"):
+                TorchTrainer(..., datasets={"train": stream}).fit()
+
+        Call it before the trainer gets to work. A run that ends with an error keeps its tag, since it may be resumed, and so
+        does one whose driver is killed; the next run that pins its stream under this name takes the tag over. See
+        docs/snapshots.md.
+
+        Args:
+            tag: a name for this run alone, such as the run's own.
+
+        Raises:
+            ConfigError: somebody else has made a tag of that name, of another version.
+            TableError: the table cannot be written to.
+        """
+        pin = Pin(self._plan.table, tag)
+        self._config = replace(self._config, pinned_as=pin.held_as)
+        return pin
+
     # ---- inside
+
+    def _refuse_to_part(self, how: str, remedy: str) -> None:
+        if self._config.takes_up_versions:
+            raise ConfigError(
+                "with on_new_version='next_epoch' all ranks must take up the same versions, but a shard of stream "
+                f"{self.name!r} {how}: {remedy}, or use on_new_version='stay'"
+            )
 
     def _with(self, config: StreamConfig) -> LanceStream:
         """This stream, delivered in another way; has a coordinator of its own."""

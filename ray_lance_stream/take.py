@@ -34,8 +34,8 @@ MAX_URING_RUN_ROWS = 256
 MAX_DENSE_BYTES = 128
 _MAX_CHUNK_BYTES = 2**31 - 1  # what the 32-bit offsets of Arrow's string, binary and list arrays can address
 KEEP_VERSION_REMEDY = (
-    "Keep the version of a run: tag it (dataset.tags.create(name, version)), or do not clean up or optimize away "
-    "versions that a run still reads"
+    "Keep the version of a run: tag it (stream.pin(tag=...), or dataset.tags.create(name, version)), or do not clean up "
+    "or optimize away versions that a run still reads"
 )
 
 

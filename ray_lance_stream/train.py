@@ -16,7 +16,7 @@ from ray_lance_stream.errors import ConfigError, StateError
 from ray_lance_stream.state import StreamState, dump_states, parse_states
 
 if TYPE_CHECKING:
-    from ray_lance_stream.coordinator import Attempt
+    from ray_lance_stream.attempts import Attempt
     from ray_lance_stream.shard import StreamShard
 
 STATE_FILE = "ray_lance_stream.json"

@@ -111,7 +111,8 @@ def log_stream(shard: Any, name: str, config: dict[str, Any]) -> None:
             for ids in batches(shard, config):
                 steps += 1
                 state = shard.state_dict()
-                write(log, {"epoch": epoch, "after": after(state, epoch), "rank": rank, "ids": ids})
+                line = {"epoch": epoch, "after": after(state, epoch), "rank": rank, "ids": ids}
+                write(log, {**line, "version": state["table_version"]})
                 if steps % config.get("save_every", 10**9) == 0:
                     save(shard, rank, config)
                 if steps == config.get("stop_after") and rank in (config.get("stop_rank", rank), -1):

@@ -471,7 +471,7 @@ def test_a_relative_path_is_found(path: str, tmp_path: Path, monkeypatch: pytest
 def test_a_state_of_another_table(path: str, tmp_path: Path) -> None:
     other = lance.write_dataset(rows(NUM_ROWS), str(tmp_path / "other.lance")).uri
     state = lance_stream(path, num_splits=48).state_dict()
-    texts = (f"table_uri: saved {path!r}, current {other!r}", "make the stream with the saved values")
+    texts = (f"table_uri: saved {path!r}, current {other!r}", "make the stream of the table that the state names")
     refusal(StateMismatchError, texts, lambda: lance_stream(other, num_splits=48, resume_from=state))
 
 
@@ -547,7 +547,7 @@ def test_a_directory_that_does_not_exist(path: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "texts"),
     [
-        ({"format": 2}, ("of format 1", "format=2", "load it with the release that wrote it")),
+        ({"format": 3}, ("of format 1 to 2", "format=3", "load it with the release that wrote it")),
         ({"samples_consumed_per_split": 11}, ("at most the 10 cycles", "got 11")),
         ({"samples_consumed_per_split": -1}, ("must be an int >= 0", "got -1")),
         ({"epoch": "3"}, ("'epoch'", "must be an int >= 0", "got '3'")),

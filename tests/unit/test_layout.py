@@ -60,6 +60,8 @@ SIGNATURE = [
     "replicas=1",
     "resume='auto'",
     "resume_from=None",
+    "on_new_version='stay'",
+    "allow_moved=False",
     "storage_options=None",
 ]
 

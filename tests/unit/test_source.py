@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 import lance
+import lance_namespace
 import lancedb
 import numpy as np
 import pandas as pd
@@ -120,16 +121,62 @@ def test_branches(path: str) -> None:
     checked_out = dataset.checkout_version(("b", None))
     # Carries the URI of the main branch, where the same version number names other rows.
     assert checked_out.uri == path
-    with pytest.raises(TableError, match=r"another branch.*<uri>/tree/<branch>"):
-        table_ref(checked_out)
+    assert table_ref(checked_out) == table_ref(f"{path}/tree/b")
+    assert read_ids(table_ref(checked_out)) == list(range(15))
 
     branch = lance.write_dataset(ids(7, 100), checked_out, mode="append")
     assert read_ids(table_ref(branch)) == [*range(15), *range(100, 107)]
     assert table_ref(f"{path}/tree/b") == table_ref(branch)
 
     table = lancedb.connect(Path(path).parent).open_table("t")
-    with pytest.raises(ConfigError, match=r"branch 'b' of .*pass the branch's own URI, .*t\.lance/tree/b"):
-        table_ref(table.branches.checkout("b"))
+    table.add(ids(3, 500))  # on the main branch, where version 3 now names other rows
+    assert table.version == branch.version
+    assert table_ref(table.branches.checkout("b")) == table_ref(branch)
+    by_version = lance.dataset(path).checkout_version(("b", branch.version))
+    dataset.tags.create("on-branch", ("b", branch.version))
+    for given in (by_version, lance.dataset(path, version="on-branch")):
+        assert table_ref(given) == table_ref(branch)
+    assert table_ref(lance.dataset(path)) == TableRef(path, 3)
+
+
+@pytest.mark.parametrize("name", ["feature/x", "a-b_c.d"])
+def test_names_of_branches(path: str, name: str) -> None:
+    table = lancedb.connect(Path(path).parent).open_table("t")
+    branch = table.branches.create(name)
+    branch.add(ids(5, 70))
+    assert read_ids(table_ref(branch)) == [*range(15), *range(70, 75)]
+
+
+def test_a_version_that_was_checked_out_by_its_tag(path: str) -> None:
+    table = lancedb.connect(Path(path).parent).open_table("t")
+    table.tags.create("old", 1)
+    table.checkout("old")
+    for given in (table, lance.dataset(path, version="old")):
+        assert table_ref(given) == TableRef(path, 1)
+
+
+def test_tables_of_namespaces(tmp_path: Path) -> None:
+    """Known by an id, they lie where the namespace says; the name of a nested one is no path."""
+    db = lancedb.connect_namespace("dir", {"root": str(tmp_path)})
+    db.create_namespace(["ns"])
+    top = db.create_table("t", ids(10))
+    db.create_table("t", ids(7, 100), namespace_path=["ns"])
+    nested = db.open_table("t", namespace_path=["ns"])
+    top.add(ids(5, 10))
+    assert read_ids(table_ref(top)) == list(range(15))
+    assert read_ids(table_ref(nested)) == list(range(100, 107))
+    assert table_ref(top).identity == str(tmp_path / "t.lance")
+    top.checkout(1)
+    assert read_ids(pickle.loads(pickle.dumps(table_ref(top)))) == list(range(10))
+    branch = nested.branches.create("b")
+    branch.add(ids(2, 200))
+    assert read_ids(table_ref(branch)) == [*range(100, 107), 200, 201]
+    by_uring = table_ref(branch).open_uring()
+    assert by_uring is None or by_uring.take([8, 0])["id"].to_pylist() == [201, 100]
+    client = lance_namespace.connect("dir", {"root": str(tmp_path)})
+    assert table_ref(lance.dataset(namespace_client=client, table_id=["ns", "t"])) == table_ref(nested)
+    with pytest.raises(ConfigError, match="in-memory"):
+        table_ref(lancedb.connect_namespace("dir", {"root": "memory://x"}).create_table("m", ids(3)))
 
 
 def test_a_dataset_whose_table_was_made_anew(path: str) -> None:

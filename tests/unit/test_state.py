@@ -23,7 +23,10 @@ from ray_lance_stream.state import (
     union,
 )
 
-IDENTITY = StreamIdentity("/data/t.lance", 3, 480, "id > 3", "feistel-1", True, 7, None, 48, True, 1)
+IDENTITY = StreamIdentity(
+    "/data/t.lance", 3, 480, "id > 3", "feistel-1", True, 7, None, 48, True, 1, table_content="c1", table_files="f1"
+)
+FINGERPRINTS = ("table_content", "table_files")
 STATE = StreamState(IDENTITY, epoch=2, samples_consumed_per_split=5, global_batch_size=96)
 
 
@@ -49,6 +52,8 @@ OTHER = {
     "num_splits": 24,
     "drop_remainder": False,
     "replicas": 2,
+    "table_content": "c2",
+    "table_files": "f2",
 }
 
 
@@ -69,6 +74,48 @@ def test_every_identity_field_but_the_version_is_compared():
     check_fits(STATE, replace(IDENTITY, table_version=9))
 
 
+@pytest.mark.parametrize("name", OTHER)
+def test_a_moved_table_may_have_another_uri_and_other_files(name):
+    current = replace(IDENTITY, **{name: OTHER[name]})
+    if name in ("table_uri", "table_files"):
+        check_fits(STATE, current, allow_moved=True)
+        with pytest.raises(StateMismatchError, match="allow_moved=True"):
+            check_fits(STATE, current)
+    else:
+        with pytest.raises(StateMismatchError, match="make the stream with the saved values"):
+            check_fits(STATE, current, allow_moved=True)
+
+
+@pytest.mark.parametrize("name", FINGERPRINTS)
+def test_a_fingerprint_that_one_side_does_not_know_is_not_compared(name):
+    unknown = replace(IDENTITY, **{name: None})
+    check_fits(replace(STATE, identity=unknown), IDENTITY)
+    check_fits(STATE, unknown)
+
+
+def format_1() -> dict:
+    """The state as release 0.1.0 wrote it before there were fingerprints."""
+    data = STATE.to_dict()
+    return {"format": 1, **{key: data[key] for key in data if key not in ("format", *FINGERPRINTS)}}
+
+
+def test_a_state_of_format_1_is_read_and_written_as_format_2():
+    state = StreamState.from_dict(format_1())
+    assert state == replace(STATE, identity=replace(IDENTITY, table_content=None, table_files=None))
+    check_fits(state, IDENTITY)
+    assert state.to_dict()["format"] == 2
+    assert StreamState.from_dict(state.to_dict()) == state
+    assert merge_state_dicts([format_1(), format_1()]) == state.to_dict()
+
+
+@pytest.mark.parametrize("name", [*format_1()])
+def test_a_missing_field_of_format_1_is_an_error(name):
+    data = format_1()
+    del data[name]
+    with pytest.raises(StateError, match=name):
+        StreamState.from_dict(data)
+
+
 def test_all_differences_are_named_at_once():
     with pytest.raises(StateMismatchError, match=r"shuffle_seed.*num_splits"):
         check_fits(STATE, replace(IDENTITY, shuffle_seed=1, num_splits=12))
@@ -85,7 +132,9 @@ def test_a_missing_field_is_an_error(name):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("format", 2),
+        ("format", 3),
+        ("format", 0),
+        ("format", True),
         ("format", None),
         ("extra", 1),
         ("epoch", -1),
@@ -102,6 +151,8 @@ def test_a_missing_field_is_an_error(name):
         ("skipped", None),
         ("num_splits", 0),
         ("filter", 3),
+        ("table_content", 3),
+        ("table_files", ["f"]),
         ("shuffle", 1),
     ],
 )
@@ -152,6 +203,8 @@ def test_merge_takes_states_of_one_step_only():
         merge_state_dicts([data, replace(STATE, partial=PartialCycle(1, 2)).to_dict()])
     with pytest.raises(StateMismatchError):
         merge_state_dicts([data, replace(STATE, identity=replace(IDENTITY, shuffle_seed=0)).to_dict()])
+    with pytest.raises(StateMismatchError, match="table_version: saved 4, current 3"):
+        merge_state_dicts([data, replace(STATE, identity=replace(IDENTITY, table_version=4)).to_dict()])
     with pytest.raises(StateError, match="at least one"):
         merge_state_dicts([])
 

@@ -1,0 +1,95 @@
+"""What a shard is as something that stops and goes on: its epoch, its state, and the digest of what it has delivered."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ray_lance_stream import train
+from ray_lance_stream.config import at_least
+from ray_lance_stream.cursor import Cursor
+from ray_lance_stream.restore import StreamPosition
+from ray_lance_stream.state import StreamState
+
+if TYPE_CHECKING:
+    from ray_lance_stream.attempts import Attempt
+    from ray_lance_stream.epoch_pass import EpochPass
+    from ray_lance_stream.splits import RankShare
+
+
+class Resumable:
+    """A shard's position, as users see it."""
+
+    name: str
+    world_rank: int
+    _attempt: Attempt
+    _position: StreamPosition
+    _pass: EpochPass | None
+
+    @property
+    @abstractmethod
+    def _share(self) -> RankShare: ...
+
+    @abstractmethod
+    def _end_pass(self, ended: EpochPass) -> None: ...
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next pass, or the running one, belongs to."""
+        cursor = self._restore()
+        return cursor.position.epoch if cursor.live else cursor.next_start.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass epoch `epoch`; ends a running pass.
+
+        Where the open position already lies in that epoch, as after a resume, it stays.
+        """
+        at_least("epoch", epoch, 0)
+        cursor = self._restore()
+        if self._pass is not None:
+            self._end_pass(self._pass)
+        cursor.set_epoch(epoch)
+
+    @property
+    def digest(self) -> int:
+        """A number in [0, 2**64) for the rows that the newest pass has delivered to this rank, in whole cycles.
+
+        The sum over ranks, modulo 2**64, does not depend on how many there are; it equals the sum of
+        `LanceStream.digest` over the steps of the pass. Computed from the order when asked for: costs nothing otherwise.
+        """
+        epoch, ranges = self._restore().done
+        plan, block = self._position.plan.resolve(), self._share.block
+        return sum(plan.digest(epoch, block, lo, hi) for lo, hi in ranges) % 2**64
+
+    def state(self) -> StreamState:
+        """`state_dict()` as an object."""
+        self._restore()
+        return self._position.state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the loop as JSON values (< 2 KB): what it has received, not what was prefetched.
+
+        Needs no other rank and no read; the same on every rank at a step boundary.
+        """
+        return self.state().to_dict()
+
+    def save_state(self, directory: str | os.PathLike[str]) -> None:
+        """Write the state into a directory that you make a checkpoint of, for use with plain `ray.train.report`."""
+        train.save_state_file(directory, self.name, self.state())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position; comes before everything that Ray Train or `resume_from` would restore.
+
+        Raises:
+            StateError: malformed, or this is an evaluation stream.
+            StateMismatchError: the state belongs to another row order.
+            IterationError: an iterator of this shard is live.
+        """
+        self._position.load(StreamState.from_dict(state))
+
+    def _restore(self) -> Cursor:
+        """The cursor; on first use set to where this shard starts."""
+        train.check_worker_group(self._attempt, self.world_rank)
+        return self._position.cursor()
