@@ -22,7 +22,7 @@ check: $(STAMP)
 
 # Into build/site; takes no warnings.
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The wheel, in an environment of its own with the oldest versions that pyproject.toml allows. Byte code is made as needed.
 oldest:

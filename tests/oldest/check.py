@@ -62,6 +62,7 @@ def check_package() -> None:
     folder = Path(ray_lance_stream.__file__).parent
     assert "site-packages" in folder.parts, folder
     assert (folder / "py.typed").exists()
+    assert importlib.metadata.version("ray_lance_stream") == ray_lance_stream.__version__
     took_s = [
         float(subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout)
         for _ in range(3)
