@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := $(VENV)/peers
-OLDEST := .venv-oldest
+OLDEST ?= .venv-oldest
 
 .PHONY: train test check docs oldest bench clean
 

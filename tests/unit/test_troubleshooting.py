@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
-MODULES = sorted((ROOT / "ray_lance_stream").glob("*.py"))
+PACKAGE = ROOT / "ray_lance_stream"
+MODULES = sorted(PACKAGE.rglob("*.py"))
 
 VALUE = "\0"  # stands for what a message puts in
 NAMED = re.compile(
@@ -109,7 +110,7 @@ def test_what_the_page_quotes_is_in_the_code(quote: str) -> None:
     assert any(is_quoted(text, quote) for text in TEXTS), "no message of the code begins so: quote it as it is now"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_message_is_on_the_page(path: Path) -> None:
     missing = [
         message.replace(VALUE, "…")
