@@ -30,7 +30,7 @@ oldest:
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w $(OLDEST)/dist .
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints-oldest.txt $(OLDEST)/dist/*.whl
-	cd $(OLDEST) && env -u PYTHONPATH bin/python -I ../tests/oldest/check.py
+	cd $(OLDEST) && env -u PYTHONPATH bin/python -I $(CURDIR)/tests/oldest/check.py
 
 bench: $(STAMP) $(PEERS)/.installed
 	$(BIN)/python -m benchmarks $(ARGS)
