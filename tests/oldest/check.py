@@ -30,7 +30,7 @@ from ray_lance_stream import LanceStream, StateMismatchError, lance_stream
 ROWS, SPLITS, STEP_ROWS = 480, 12, 48
 MAX_IMPORT_S = 0.3
 
-# torch has no small build of its oldest version: CI checks the one that the other environment has.
+# The oldest torch has no small build, so this environment has the one of the other.
 UNCHECKED = ("torch",)
 
 IMPORT = """
