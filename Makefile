@@ -5,8 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := $(VENV)/peers
+OLDEST ?= .venv-oldest
 
-.PHONY: train test check bench clean
+.PHONY: train test check docs oldest bench clean
 
 train: $(STAMP)
 	$(BIN)/python examples/ray_train/digits.py $(ARGS)
@@ -19,17 +20,29 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Into build/site; takes no warnings. Not with --quiet, which lets them pass.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The wheel, in an environment of its own with the oldest versions that pyproject.toml allows. Byte code is made as needed.
+oldest:
+	rm -rf $(OLDEST) build/lib
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w $(OLDEST)/dist .
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints-oldest.txt $(OLDEST)/dist/*.whl
+	cd $(OLDEST) && env -u PYTHONPATH bin/python -I $(CURDIR)/tests/oldest/check.py
+
 bench: $(STAMP) $(PEERS)/.installed
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed, this is " + sys.version if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint,examples]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint,examples,docs]'
 	@touch $@
 
 # Beside the environment, not in it: only the processes of the benchmarked peers see these packages.

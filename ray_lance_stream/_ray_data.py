@@ -1,4 +1,4 @@
-"""Every private Ray import of the library, and the thin classes that stand on them. Tested against Ray 2.60."""
+"""Every private Ray import of the library, and the thin classes that stand on them. Tested against Ray 2.59 and 2.60."""
 
 from __future__ import annotations
 

@@ -51,8 +51,10 @@ class Transformable:
                 and returns a dict of arrays, a pyarrow.Table or a pandas.DataFrame.
             batch_size: the most rows that fn is given at a time; None: those of a whole chunk.
             batch_format: "numpy" (a dict of arrays), "pyarrow" or "pandas".
-            fn_args, fn_kwargs: more arguments of fn.
-            fn_constructor_args, fn_constructor_kwargs: arguments for the constructor of a class.
+            fn_args: more arguments of fn.
+            fn_kwargs: the same, by name.
+            fn_constructor_args: arguments for the constructor of a class.
+            fn_constructor_kwargs: the same, by name.
             concurrency: so many processes over all workers: tasks for a function (at least one for each worker), actors for a
                 class. (min, max) means max: an actor that the cluster has no room for is not waited for while another one
                 runs. None, without resources: fn runs where the chunk is, at first in the threads of the reader.

@@ -38,21 +38,64 @@ def python_of(page: Path) -> str:
     return "".join(blocks)
 
 
-WITH_PYTHON = [page for page in PAGES if python_of(page)]
+def starts_a_cluster(page: Path) -> bool:
+    """Whether a page is a program of its own."""
+    return "ray.init(" in python_of(page)
+
+
+PROGRAMS = [page for page in PAGES if starts_a_cluster(page)]
+GUIDES = [page for page in PAGES if python_of(page) and not starts_a_cluster(page)]
+
+# The guides share one process and one cluster, each with names and a directory of its own.
+RUN_GUIDES = """
+import os, sys
+from pathlib import Path
+import ray
+ray.init(address="local", num_cpus=8, include_dashboard=False)
+for script in map(Path, sys.argv[1:]):
+    directory = script.with_suffix("")
+    directory.mkdir()
+    os.chdir(directory)
+    exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_TIMEOUT_S + 60)
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+@pytest.mark.parametrize("page", PROGRAMS, ids=name_of)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     """As a user runs it: a script in an empty directory, which is all that it knows."""
     script = tmp_path / "page.py"
     script.write_text(python_of(page))
+    output = run([str(script)], tmp_path)
+    for line in promised_by(page):
+        assert line in output, f"{name_of(page)} promises the output {line}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_TIMEOUT_S + 60)
+def test_the_code_of_the_guides_runs(tmp_path: Path) -> None:
+    scripts = [tmp_path / f"{number}-{page.stem}.py" for number, page in enumerate(GUIDES)]
+    for page, script in zip(GUIDES, scripts, strict=True):
+        script.write_text(python_of(page))
+    output = run(["-c", RUN_GUIDES, *map(str, scripts)], tmp_path)
+    for page in GUIDES:
+        for line in promised_by(page):
+            assert line in output, f"{name_of(page)} promises the output {line}"
+
+
+def promised_by(page: Path) -> list[str]:
+    """The lines of output that a page writes behind its prints."""
+    return re.findall(r"^print\(.*\)  # (\{.*?\})", python_of(page), re.M)
+
+
+def run(arguments: list[str], tmp_path: Path) -> str:
+    """The output of Python in an empty directory; fails if it does."""
     directory = tmp_path / "empty"
     directory.mkdir()
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, *arguments],
         cwd=directory,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -63,15 +106,12 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    promised = re.findall(r"^print\(.*\)  # (\{.*?\})", python_of(page), re.M)
-    for line in promised:
-        assert line in done.stdout, f"{name_of(page)} promises the output {line}"
+    return done.stdout
 
 
 def test_the_readme_has_code_that_promises_output() -> None:
-    readme = python_of(ROOT / "README.md")
-    assert "TorchTrainer(" in readme
-    assert len(re.findall(r"^print\(.*\)  # \{", readme, re.M)) >= 2
+    assert "TorchTrainer(" in python_of(ROOT / "README.md")
+    assert len(promised_by(ROOT / "README.md")) >= 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -84,7 +124,7 @@ def test_the_commands_of_the_readme_exist() -> None:
     code = "\n".join(text for _, text in FENCE.findall((ROOT / "README.md").read_text()))
     named = set(re.findall(r"^make (\w+)", code, re.M))
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
-    assert {"train", "test"} <= named <= targets
+    assert {"train", "test", "docs"} <= named <= targets
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -104,8 +144,8 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert aim.is_relative_to(ROOT), f"{name_of(page)}: {target} leads out of the project"
         assert aim.exists(), f"{name_of(page)}: {target} does not exist"
         assert not anchor or anchor in anchors_of(aim), f"{name_of(page)}: no heading {target}"
-    labels = set(re.findall(r"\]\[(\w+)\]", text))
-    assert labels == set(re.findall(r"^\[(\w+)\]: ", text, re.M))
+    labels = set(re.findall(r"\]\[([\w-]+)\]", text))
+    assert labels == set(re.findall(r"^\[([\w-]+)\]: ", text, re.M))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
