@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         VersionNotFoundError,
     )
     from ray_lance_stream.factory import lance_stream
+    from ray_lance_stream.lancedb_state import to_lancedb_state
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.state import merge_state_dicts
     from ray_lance_stream.stream import LanceStream
@@ -46,6 +47,7 @@ _HOME = {
     "StreamShard": "shard",
     "merge_state_dicts": "state",
     "report": "train",
+    "to_lancedb_state": "lancedb_state",
 }
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "lance_stream",
     "merge_state_dicts",
     "report",
+    "to_lancedb_state",
 ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import ray
 
 from ray_lance_stream.content import TableContent
-from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.errors import ConfigError, ReadError
 from ray_lance_stream.order import Order
 from ray_lance_stream.pin import PinnedAs
 from ray_lance_stream.plan import StreamPlan
@@ -28,6 +28,10 @@ MAX_CHUNK_BYTES = 16 * 2**20
 MAX_CHUNK_ROWS = 262_144
 
 
+class SharedLostError(ReadError):
+    """A shared value went with the process that made it. Raised in place of Ray's error, which Ray does not hand on as such."""
+
+
 class Shared(Generic[T]):
     """A value, one copy a node: as it is in its own process, an object store reference elsewhere."""
 
@@ -35,17 +39,40 @@ class Shared(Generic[T]):
         self._value = value
         self._ref = ref
 
+    @classmethod
+    def put(cls, value: T) -> Shared[T]:
+        """A value that this process keeps in the object store alone, where there is one."""
+        return cls(None, ray.put(value)) if ray.is_initialized() else cls(value)
+
     def get(self) -> T:
         """The value; an array without a copy where it lies in this node's object store."""
         if self._value is None:
             assert self._ref is not None
-            self._value = cast(T, ray.get(self._ref))
+            try:
+                self._value = cast(T, ray.get(self._ref))
+            except ray.exceptions.ObjectLostError as error:
+                raise SharedLostError(f"rows that were shared are lost: {error}") from None
         return self._value
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._ref is None and ray.is_initialized():
             self._ref = ray.put(self._value)
         return Shared, (self._value, None) if self._ref is None else (None, self._ref)
+
+
+@dataclass(frozen=True)
+class RowList:
+    """The rows of a listed order, small enough to be sent with each read: the list itself is shared.
+
+    Attributes:
+        epoch: which epoch it is of; None: every epoch.
+        fingerprint: of the list, see `plan.fingerprint_of`.
+        rows: int64 [S * R], offsets of the rows in the pinned version, by index (split * R + position).
+    """
+
+    epoch: int | None
+    fingerprint: str
+    rows: Shared[np.ndarray] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -63,6 +90,7 @@ class ReadPlan:
         content: fingerprints of the table version, None before it is planned.
         matched: int64 [N], offsets of the rows that match the filter; None without a filter.
         row_bytes: estimated Arrow bytes of one row.
+        listed: the rows of one epoch of a listed order; None: computed, or not asked for yet.
     """
 
     table: TableRef
@@ -75,6 +103,13 @@ class ReadPlan:
     content: TableContent | None = field(default=None, compare=False)
     matched: Shared[np.ndarray] | None = field(default=None, compare=False, repr=False)
     row_bytes: int = field(default=1, compare=False)
+    listed: RowList | None = None
+
+    def __post_init__(self) -> None:
+        if self.order.is_permutation and self.listed is None:
+            raise ConfigError(
+                f"order must not name a permutation, got {self.order.order_id!r}; pass permutation=<table>"
+            )
 
     @property
     def grid(self) -> SplitGrid:
@@ -86,19 +121,29 @@ class ReadPlan:
         return self if self.num_splits else replace(self, num_splits=world_size)
 
     def at(self, version: int) -> ReadPlan:
-        """The same stream at another table version, still to be planned there."""
-        return replace(self, table=self.table.at(version), matched=None, content=None)
+        """The same stream at another table version, still to be planned there. A permutation keeps its list."""
+        return replace(self.unlisted(), table=self.table.at(version), matched=None, content=None)
+
+    def unlisted(self) -> ReadPlan:
+        """The plan without the list of an epoch."""
+        return self if self.listed is None or self.listed.epoch is None else replace(self, listed=None)
+
+    def lacks_list(self, epoch: int) -> bool:
+        """Whether the list of that epoch has to be brought along."""
+        return self.order.is_listed and (self.listed is None or self.listed.epoch not in (None, epoch))
 
     def resolve(self) -> StreamPlan:
-        """The pure plan, with the matched rows at hand."""
-        return StreamPlan(self.order, self.grid, self._matched_rows())
+        """The pure plan, with the matched or listed rows at hand."""
+        if self.listed is None:
+            return StreamPlan(self.order, self.grid, self._matched_rows())
+        return StreamPlan(self.order, self.grid, None, self.listed.rows.get(), self.listed.epoch)
 
     def _matched_rows(self) -> np.ndarray | None:
         if self.matched is None:
             return None
         try:
             return self.matched.get()
-        except ray.exceptions.ObjectLostError:
+        except SharedLostError:
             # They died with the coordinator that had found them; its next one may not know that they are needed.
             assert self.filter is not None
             return match_rows(self.table, self.filter, progress=False)

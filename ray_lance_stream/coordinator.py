@@ -1,9 +1,9 @@
 """StreamCoordinator: assigns split blocks to ranks, owns the readers, knows how far each run is.
 
 The actor is a thin shell around parts that are tested without it. It holds nothing that a restart could not rebuild: readers
-are made on request, plans are computed from (version, filter), the versions of epochs are kept by the cluster, and shards
-report their position again and again. A checkpoint, never the coordinator, is where a run continues from: the model would
-be behind.
+are made on request, plans are computed from (version, filter), the versions of epochs are kept by the cluster, lists
+of rows on disk, and shards report their position again and again. A checkpoint, never the coordinator, is where a run
+continues from: the model would be behind.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from ray_lance_stream.attempts import Attempt, AttemptBook, PassStart, RankProgress, Turn
-from ray_lance_stream.config import ReadPlan
+from ray_lance_stream.config import ReadPlan, RowList
 from ray_lance_stream.epoch_versions import EpochVersions, newest_version
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.pin import PinnedAs
 from ray_lance_stream.planner import PlanBook
 from ray_lance_stream.reader import start_reader
+from ray_lance_stream.row_lists import RowLists
 from ray_lance_stream.shelf import Owner, Reader, ReaderShelf, StageShelf, Worker
 from ray_lance_stream.source import resolve_columns
 from ray_lance_stream.table import TableRef
@@ -53,6 +54,7 @@ class StreamCoordinator:
         self._lock = threading.Lock()
         self._plans = PlanBook()
         self._epochs: EpochVersions | None = None
+        self._lists = RowLists()
         self._shelf = ReaderShelf(partial(start_reader, label, table), KEEP_READERS_S, time.monotonic)
         self._shelf.spare(ray.get_runtime_context().get_node_id(), KEEP_SPARE_S)
         self._stages = StageShelf(_start_stage_worker, KEEP_READERS_S, time.monotonic)
@@ -104,6 +106,10 @@ class StreamCoordinator:
             ConfigError: the stream cannot be served at that version.
         """
         return self._plans.at(plan, version, pinned_as)
+
+    def row_list(self, plan: ReadPlan, epoch: int) -> RowList | None:
+        """See RowLists.ask."""
+        return self._lists.ask(plan, epoch)
 
     @ray.method(concurrency_group="plans")
     def plan_of_epoch(

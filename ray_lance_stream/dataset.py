@@ -17,6 +17,7 @@ from ray_lance_stream.cursor import ChunkSpan, CycleRange, EpochWalk, Position, 
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.plan import StreamPlan
 from ray_lance_stream.reader import ReadRequest, read_chunk
+from ray_lance_stream.row_lists import driver_lists
 from ray_lance_stream.source import projected_schema
 from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.state import skipped_in
@@ -50,6 +51,7 @@ def epoch_source(
     grid = plan.grid
     step_cycles = 1 if global_batch_size is None else grid.cycles_per_step(global_batch_size)
     plan.table.open(fresh=True)  # one that this process has open still answers when its version is gone
+    plan = driver_lists.plan_of(plan, epoch)
     walk = EpochWalk(grid, SplitBlock(0, grid.num_splits), Position(epoch), skipped_in(config.skipped, epoch))
     chunk_cycles = cycles_per_chunk(plan, step_cycles, config.chunk_bytes, context.target_max_block_size)
     schema = None if config.stages else projected_schema(plan.table, list(plan.columns))

@@ -9,6 +9,7 @@ import numpy as np
 from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.cursor import CycleRange
 from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.row_lists import driver_lists
 from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.state import skipped_in
 from ray_lance_stream.take import take_rows
@@ -37,7 +38,7 @@ def step_cycles(plan: ReadPlan, config: StreamConfig, step: int, global_batch_si
 
 def step_rows(plan: ReadPlan, epoch: int, cycles: CycleRange) -> np.ndarray:
     """int64 [rows]: offsets of the rows of some cycles in the pinned table, in the order of one worker."""
-    return plan.resolve().rows(epoch, SplitBlock(0, plan.grid.num_splits), *cycles)
+    return driver_lists.plan_of(plan, epoch).resolve().rows(epoch, SplitBlock(0, plan.grid.num_splits), *cycles)
 
 
 def step_digest(plan: ReadPlan, config: StreamConfig, epoch: int, cycles: CycleRange) -> int:
@@ -45,7 +46,7 @@ def step_digest(plan: ReadPlan, config: StreamConfig, epoch: int, cycles: CycleR
     skipped = skipped_in(config.skipped, epoch)
     if any(lo <= cycles[0] and cycles[1] <= hi for lo, hi in skipped):
         return 0
-    return plan.resolve().digest(epoch, SplitBlock(0, plan.grid.num_splits), *cycles)
+    return driver_lists.plan_of(plan, epoch).resolve().digest(epoch, SplitBlock(0, plan.grid.num_splits), *cycles)
 
 
 def column_values(plan: ReadPlan, rows: np.ndarray, column: str) -> list[Any]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import ray.train
 
 from ray_lance_stream import train
 from ray_lance_stream.config import DEFAULT_PREFETCH_BYTES, ReadPlan, StreamConfig
-from ray_lance_stream.errors import ConfigError, StateMismatchError
-from ray_lance_stream.order import Order
+from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError
+from ray_lance_stream.lancedb_order import check_lancedb_order
+from ray_lance_stream.lancedb_state import from_lancedb_state, is_lancedb_state
+from ray_lance_stream.order import FEISTEL_1, Order
+from ray_lance_stream.permutation import with_permutation
 from ray_lance_stream.planner import PlanBook, plan_table
 from ray_lance_stream.recorded import recorded_plan
 from ray_lance_stream.source import resolve_columns, table_ref, validate_filter
@@ -34,6 +38,7 @@ def lance_stream(
     columns: Sequence[str] | None = None,
     filter: str | None = None,
     order: str = "feistel-1",
+    permutation: Any = None,
     global_batch_size: int | None = None,
     drop_remainder: bool = True,
     evaluation: bool = False,
@@ -63,7 +68,9 @@ def lance_stream(
         epoch: first epoch.
         columns: columns to read; None: all.
         filter: SQL prefilter; rows that do not match are never read.
-        order: id of the row order; see docs/order.md.
+        order: id of the row order; see docs/order.md. "lancedb" is that of `lancedb.streaming.StreamingDataset`.
+        permutation: a permutation table of LanceDB that lists the rows of each split, the same in each epoch. num_splits
+            and the table version come from it; splits are cut to the shortest.
         global_batch_size: G, rows of a global step over all ranks, a multiple of num_splits. Makes each rank's share the
             default batch size.
         drop_remainder: leave out the N % S last rows of the order, others in each epoch when shuffled. False delivers
@@ -76,7 +83,8 @@ def lance_stream(
         replicas: this many consecutive ranks share their rows (tensor or pipeline parallel).
         resume: "auto" restores from the checkpoint that a worker group starts from; "manual" leaves it to
             `shard.load_state_dict`.
-        resume_from: a `ray.train.Checkpoint`, its path, or a state dict to continue from in a new run.
+        resume_from: a `ray.train.Checkpoint`, its path, or a state dict to continue from in a new run; with
+            order="lancedb" also the merged state dict of a `StreamingDataset`.
         on_new_version: what happens when the table gets a newer version. "stay": nothing, a run reads one version. With
             "next_epoch" each epoch takes up the newest version as it begins, the same one on all ranks.
         allow_moved: continue from a state of the same table in another place, or written anew: its uri may differ, its
@@ -106,7 +114,7 @@ def lance_stream(
         resume=resume,
         on_new_version=on_new_version,
         allow_moved=allow_moved,
-        resume_states={} if resume_from is None else train.resume_states(resume_from),
+        resume_states={} if resume_from is None or is_lancedb_state(resume_from) else train.resume_states(resume_from),
     )
     ref = table_ref(table, storage_options)
     plan = ReadPlan(
@@ -120,18 +128,24 @@ def lance_stream(
     )
     if filter is not None:
         validate_filter(ref, filter)
-    stream = LanceStream(_planned(plan, config), config)
-    if global_batch_size is not None and num_splits is not None:
+    if permutation is not None:
+        plan = with_permutation(plan, permutation, config.takes_up_versions)
+    check_lancedb_order(plan, epoch)
+    plan = _planned(plan, config)
+    if is_lancedb_state(resume_from):
+        config = replace(config, resume_states={"": _lancedb_start(resume_from, plan, config)})
+    stream = LanceStream(plan, config)
+    if global_batch_size is not None and plan.num_splits is not None:
         stream._plan.grid.cycles_per_step(global_batch_size)
     left_out = stream._plan.grid.num_left_out
     if left_out:
         logger.warning(
-            "%d of %d rows are left out of each epoch (num_splits=%d does not divide them)%s; drop_remainder=False "
-            "delivers them, for evaluation",
+            "%d of %d rows are left out of each epoch (num_splits=%d does not divide them)%s%s",
             left_out,
             stream._plan.order.num_rows,
             stream._plan.grid.num_splits,
             ", others in each epoch" if shuffle else "",
+            "; drop_remainder=False delivers them, for evaluation" if order == FEISTEL_1 else "",
         )
     if not drop_remainder and stream._plan.grid.remainder:
         logger.warning(
@@ -141,6 +155,20 @@ def lance_stream(
             stream._plan.order.num_rows,
         )
     return stream
+
+
+def _lancedb_start(state: Any, plan: ReadPlan, config: StreamConfig) -> StreamState:
+    """The state of a StreamingDataset as one of this stream.
+
+    Raises:
+        StateError: it does not fit.
+    """
+    if plan.num_splits is None:
+        raise StateError(
+            f"resume_from holds the state of a StreamingDataset, which is one of num_splits={state['num_splits']}; pass "
+            f"num_splits={state['num_splits']}"
+        )
+    return from_lancedb_state(state, plan.identity(config.replicas), config.global_batch_size)
 
 
 def _planned(plan: ReadPlan, config: StreamConfig) -> ReadPlan:

@@ -11,7 +11,7 @@ import ray
 
 from ray_lance_stream import train
 from ray_lance_stream.attempts import Attempt, PassStart, RankProgress, StepSize
-from ray_lance_stream.config import ReadPlan
+from ray_lance_stream.config import ReadPlan, RowList
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.meter import Meter
 from ray_lance_stream.pin import PinnedAs
@@ -82,6 +82,14 @@ class CoordinatorLink:
     def plan_at(self, plan: ReadPlan, version: int, pinned_as: PinnedAs | None) -> ReadPlan:
         """The same stream at another table version; may scan the table, once for all ranks."""
         return self._ask("plan_at", plan, version, pinned_as, timeout_s=None)
+
+    def row_list(self, plan: ReadPlan, epoch: int) -> RowList | None:
+        """See RowLists.ask; made once for all ranks."""
+        return self._ask("row_list", plan, epoch)
+
+    def row_list_soon(self, plan: ReadPlan, epoch: int) -> ray.ObjectRef:
+        """The answer to `row_list`; waits for nothing."""
+        return self._coordinator.row_list.remote(plan, epoch)
 
     def plan_of_epoch(self, epoch: int, plan: ReadPlan, first: bool, pinned_as: PinnedAs | None) -> ReadPlan:
         """See StreamCoordinator.plan_of_epoch; may scan the table, once for all ranks."""

@@ -1,7 +1,8 @@
 """Row orders: the function (epoch, index) -> row.
 
-An order is computed per index and never stored, so a billion rows cost no memory and no start-up time. What it
+The default order is computed per index and never stored, so a billion rows cost no memory and no start-up time. What it
 computes is a specification, `docs/order.md`, with test vectors: it is not allowed to change under a given order id.
+Orders that others make are listed: an array of rows that somebody has to bring along.
 
 Pure: numpy and hashlib only. Neither reads nor changes any global random state.
 """
@@ -21,7 +22,9 @@ Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
 
 FEISTEL_1 = "feistel-1"
-ORDER_IDS = (FEISTEL_1,)
+LANCEDB = "lancedb"
+ORDER_IDS = (FEISTEL_1, LANCEDB)
+PERMUTATION_PREFIX = "permutation:"  # and the fingerprint of the user's list
 MAX_ROWS = 2**62
 # Python refuses to print integers of more than 4,300 digits, and a seed has to fit into a small saved state anyway.
 MAX_SEED_BITS = 4096
@@ -137,7 +140,7 @@ class Order:
         seed: any integer of up to MAX_SEED_BITS bits, negative ones included.
         clump_size: rows that stay together. Clumps of this many consecutive rows are permuted; inside one the rows
             keep their ascending order. The last clump is short if N is no multiple. None means 1.
-        order_id: names the algorithm, see docs/order.md.
+        order_id: names the algorithm, see docs/order.md, or the user's permutation.
 
     Raises:
         ConfigError: an argument is outside these limits.
@@ -150,7 +153,7 @@ class Order:
     order_id: str = FEISTEL_1
 
     def __post_init__(self) -> None:
-        if self.order_id not in ORDER_IDS:
+        if self.order_id not in ORDER_IDS and not self.is_permutation:
             known = ", ".join(map(repr, ORDER_IDS))
             raise ConfigError(f"order must be one of {known}, got {self.order_id!r}; leave it out for the default")
         _check_num_rows(self.num_rows)
@@ -167,8 +170,18 @@ class Order:
                 f"shuffle_clump_size must be an int >= 1, got {self.clump_size!r}; pass None to shuffle single rows"
             )
 
+    @property
+    def is_permutation(self) -> bool:
+        """Whether the user's permutation table lists the rows, the same in each epoch."""
+        return self.order_id.startswith(PERMUTATION_PREFIX)
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the rows are listed rather than computed. LanceDB's order without a shuffle is the identity."""
+        return self.is_permutation or (self.order_id == LANCEDB and self.shuffle)
+
     def rows(self, epoch: int, index: npt.NDArray[np.integer[Any]]) -> Int64Array:
-        """Rows at the given places of one epoch's order.
+        """Rows at the given places of one epoch's order, where that is computed.
 
         Args:
             epoch: >= 0. Epochs are unrelated permutations (`shuffle=False`: all the same).
@@ -178,8 +191,12 @@ class Order:
             int64 [n], a new array with values in [0, num_rows).
 
         Raises:
-            ConfigError: the epoch is negative or no int; the index is no integer vector, or out of range.
+            ConfigError: the epoch is negative or no int; the index is no integer vector, or out of range; a listed order.
         """
+        if self.is_listed:
+            raise ConfigError(
+                f"the rows of order {self.order_id!r} are listed, not computed; ask a plan that has the list"
+            )
         if not _is_int(epoch) or epoch < 0:
             raise ConfigError(f"epoch must be an int >= 0, got {epoch!r}; count epochs from 0")
         _check_index(index, self.num_rows)

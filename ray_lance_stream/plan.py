@@ -1,4 +1,4 @@
-"""StreamPlan: (order, grid, matched rows) -> the table rows of any chunk. Pure, O(chunk)."""
+"""StreamPlan: (order, grid, matched or listed rows) -> the table rows of any chunk. Pure, O(chunk)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from ray_lance_stream.order import Order, mix64
 from ray_lance_stream.splits import SplitBlock, SplitGrid
 
 
+def fingerprint_of(listed: np.ndarray, num_splits: int) -> str:
+    """A short digest of the list of a listed order: int64 [S * R] -> 16 hexadecimal digits."""
+    digest = hashlib.blake2b(f"{num_splits}:{len(listed)}:".encode(), digest_size=8)
+    digest.update(np.ascontiguousarray(listed, dtype="<i8").data)
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True)
 class StreamPlan:
     """Which table rows a split block delivers, in which order.
@@ -20,11 +27,15 @@ class StreamPlan:
         order: the row order over grid.num_rows rows.
         grid: the splits.
         matched: int64 [N], ascending offsets of the rows that match the filter; None without a filter.
+        listed: int64 [S * R], the rows of a listed order at each index; None where the order is computed.
+        listed_epoch: the epoch that `listed` is of; None: every epoch.
     """
 
     order: Order
     grid: SplitGrid
     matched: np.ndarray | None = None
+    listed: np.ndarray | None = None
+    listed_epoch: int | None = None
 
     def __post_init__(self) -> None:
         sizes = {self.order.num_rows, self.grid.num_rows}
@@ -32,6 +43,8 @@ class StreamPlan:
             sizes.add(len(self.matched))
         if len(sizes) != 1:
             raise ConfigError(f"order, grid and matched rows must have the same number of rows, got {sorted(sizes)}")
+        if self.listed is not None and len(self.listed) != self.grid.epoch_rows:
+            raise ConfigError(f"a list must have the {self.grid.epoch_rows} rows of an epoch, got {len(self.listed)}")
 
     def order_index(self, block: SplitBlock, start: int, stop: int) -> np.ndarray:
         """int64 [rows]: index in the order of each row of the cycles [start, stop) of a block, in cycle order."""
@@ -46,7 +59,12 @@ class StreamPlan:
 
     def rows(self, epoch: int, block: SplitBlock, start: int, stop: int) -> np.ndarray:
         """int64 [rows]: table row offsets of the cycles [start, stop) of a block, in the order of delivery."""
-        rows = self.order.rows(epoch, self.order_index(block, start, stop))
+        index = self.order_index(block, start, stop)
+        if self.listed is not None:
+            if self.listed_epoch not in (None, epoch):
+                raise ConfigError(f"the list of epoch {self.listed_epoch} must not be used for epoch {epoch}")
+            return np.asarray(self.listed[index], dtype=np.int64)
+        rows = self.order.rows(epoch, index)
         return rows if self.matched is None else np.asarray(self.matched[rows], dtype=np.int64)
 
     def digest(self, epoch: int, block: SplitBlock, start: int, stop: int) -> int:

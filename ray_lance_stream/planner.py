@@ -18,7 +18,8 @@ KEPT_PLANS = 4
 def plan_table(plan: ReadPlan) -> ReadPlan:
     """`plan` with the rows counted and, with a filter, matched at its table version.
 
-    The only step of planning that can grow with the table: one scan of the filter's columns, none without a filter.
+    The only step of planning that can grow with the table: one scan of the filter's columns, none without a filter. The
+    rows of a listed order are counted only: who makes the list finds them.
 
     Raises:
         ConfigError: no row, or fewer rows than splits.
@@ -27,8 +28,10 @@ def plan_table(plan: ReadPlan) -> ReadPlan:
     table = plan.table
     where = f"table {table.identity} version {table.version}"
     matched = None
-    if plan.filter is None:
-        num_rows = count_rows(table)
+    if plan.listed is not None:
+        num_rows = plan.order.num_rows
+    elif plan.filter is None or plan.order.is_listed:
+        num_rows = count_rows(table, plan.filter)
     else:
         rows = match_rows(table, plan.filter)
         num_rows, matched = len(rows), Shared(rows)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 LOCAL_READS_AT_A_TIME = 2
 REMOTE_READS_AT_A_TIME = 4
 KEPT_PLANS = 4
+KEPT_LISTS = 2  # the running pass and the next one: a list takes 8 bytes per row of the node's object store
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class SplitReader:
         resolved = self._plans.get(plan)
         if resolved is None:
             resolved = self._plans[plan] = plan.resolve()
-            if len(self._plans) > KEPT_PLANS:
+            while len(self._plans) > (KEPT_PLANS if plan.listed is None else KEPT_LISTS):
                 self._plans.popitem(last=False)
         return resolved
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from ray_lance_stream import train
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.cursor import Cursor, EpochWalk, Position
 from ray_lance_stream.epoch_plans import EpochPlans
-from ray_lance_stream.errors import StateError
+from ray_lance_stream.errors import StateError, StateMismatchError
+from ray_lance_stream.lancedb_order import made_by
+from ray_lance_stream.lancedb_state import from_lancedb_state, is_lancedb_state
 from ray_lance_stream.link import CoordinatorLink
+from ray_lance_stream.listed_plans import ListedPlans
 from ray_lance_stream.recorded import opens_an_epoch, recorded_plan
-from ray_lance_stream.state import PartialCycle, StreamIdentity, StreamState
+from ray_lance_stream.splits import SplitBlock
+from ray_lance_stream.state import ListedEpoch, PartialCycle, StreamIdentity, StreamState
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +28,7 @@ class StreamPosition:
     Attributes:
         plan: what the newest pass reads; before the first one, what the open epoch does as far as is known.
         config: how it is delivered, with the skips of a loaded state.
+        lists: what the newest passes read, with the lists of their epochs.
 
     Args:
         name: stream name.
@@ -40,7 +47,9 @@ class StreamPosition:
         self._name = name
         self._world_size = world_size
         self._link = link
+        self.lists = ListedPlans(name, link, then_next=not (config.evaluation or config.takes_up_versions))
         self._cursor: Cursor | None = None
+        self._listed: ListedEpoch | None = None  # the newest list that rows came from
 
     def cursor(self) -> Cursor:
         """The cursor; on first use set to where this shard starts.
@@ -75,6 +84,7 @@ class StreamPosition:
             global_batch_size=self.config.global_batch_size,
             partial=PartialCycle(position.partial_rows, self._world_size) if position.partial_rows else None,
             skipped=self.config.skipped,
+            listed=self._listed,
         )
 
     def plan_from(self, start: Position) -> ReadPlan:
@@ -89,7 +99,8 @@ class StreamPosition:
 
     def plan_ahead(self, epoch: int) -> ReadPlan | None:
         """What the next epoch will read, where that is known; waits for nothing."""
-        return self._epochs.ahead(epoch) if self.config.takes_up_versions else self.plan
+        plan = self._epochs.ahead(epoch) if self.config.takes_up_versions else self.plan
+        return None if plan is None else self.lists.soon(plan, epoch)
 
     def begin(self, plan: ReadPlan, walk: EpochWalk, batch_size: int | None, drop_last: bool) -> None:
         """Begin a pass, once it goes together with those of the other ranks.
@@ -101,6 +112,31 @@ class StreamPosition:
         self._link.agree_on_pass(walk.start.epoch, identity, walk.block, batch_size, drop_last)
         self.plan = plan
         self.cursor().begin(walk, identity)
+
+    def with_list(self, plan: ReadPlan, epoch: int) -> ReadPlan:
+        """What a pass reads, with the list of its epoch, where the order is listed; waits until it is made.
+
+        Raises:
+            StreamError: it cannot be made.
+        """
+        plan = self.lists.of(plan, epoch)
+        if plan.listed is not None and plan.listed.epoch is not None:
+            self._listed = ListedEpoch(epoch, plan.listed.fingerprint, made_by())
+        return plan
+
+    def digest(self, block: SplitBlock) -> int:
+        """The digest of the rows of a block that the newest pass has delivered, in whole cycles."""
+        epoch, ranges = self.cursor().done
+        if not ranges:
+            return 0
+        plan = self.lists.of(self.plan, epoch).resolve()
+        return sum(plan.digest(epoch, block, lo, hi) for lo, hi in ranges) % 2**64
+
+    def read(self, state: Mapping[str, Any]) -> StreamState:
+        """A state of this library, or of a StreamingDataset; errors as `load`."""
+        if is_lancedb_state(state):
+            return from_lancedb_state(state, self._identity(self.plan), self.config.global_batch_size)
+        return StreamState.from_dict(state)
 
     def tell(self) -> None:
         """Tell the coordinator where this shard is; waits for nothing."""
@@ -120,9 +156,11 @@ class StreamPosition:
         cursor = self._cursor or Cursor(Position(0))
         cursor.check_not_live()
         plan = recorded_plan(self._pinned, saved, self.config, self._plan_at)
+        self._check_list(plan, saved)
         if not opens_an_epoch(saved):
             self._epochs.load(saved.epoch, plan)
         self._fresh_epoch = None
+        self._listed = saved.listed
         self.plan, self.config = plan, self.config.with_skipped(saved.skipped)
         cursor.load(self._position_of(saved), self._source_of(saved, plan))
         self._cursor = cursor
@@ -140,6 +178,22 @@ class StreamPosition:
         is_here = saved.identity.table_uri == plan.table.identity
         is_behind = self.config.takes_up_versions and opens_an_epoch(saved) and is_here
         return saved.identity if is_behind else self._identity(plan)
+
+    def _check_list(self, plan: ReadPlan, saved: StreamState) -> None:
+        """Refuse to go on in a list that is not the one in which the run began."""
+        listed = saved.listed
+        is_behind = self._source_of(saved, plan).table_version != plan.table.version  # of an epoch that is over
+        if listed is None or is_behind or not plan.order.is_listed:
+            return
+        now = self.lists.of(plan, listed.epoch).listed
+        assert now is not None
+        if now.fingerprint != listed.fingerprint:
+            found = (f"{listed.fingerprint} by {listed.made_by}", f"{now.fingerprint} by {made_by()}")
+            raise StateMismatchError(
+                [(f"list of epoch {listed.epoch}", *found)],
+                "LanceDB orders the rows in another way now, so this run cannot go on in its order: install the release that "
+                "made the list, or start anew",
+            )
 
     def _position_of(self, saved: StreamState) -> Position:
         """The position that a state means here: exact at a cycle boundary, and inside a cycle on the same world size."""

@@ -59,9 +59,8 @@ class Resumable:
         The sum over ranks, modulo 2**64, does not depend on how many there are; it equals the sum of
         `LanceStream.digest` over the steps of the pass. Computed from the order when asked for: costs nothing otherwise.
         """
-        epoch, ranges = self._restore().done
-        plan, block = self._position.plan.resolve(), self._share.block
-        return sum(plan.digest(epoch, block, lo, hi) for lo, hi in ranges) % 2**64
+        self._restore()
+        return self._position.digest(self._share.block)
 
     def state(self) -> StreamState:
         """`state_dict()` as an object."""
@@ -82,12 +81,14 @@ class Resumable:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position; comes before everything that Ray Train or `resume_from` would restore.
 
+        Also from the merged state of a `lancedb.streaming.StreamingDataset`, where the order is "lancedb".
+
         Raises:
             StateError: malformed, or this is an evaluation stream.
             StateMismatchError: the state belongs to another row order.
             IterationError: an iterator of this shard is live.
         """
-        self._position.load(StreamState.from_dict(state))
+        self._position.load(self._position.read(state))
 
     def _restore(self) -> Cursor:
         """The cursor; on first use set to where this shard starts."""

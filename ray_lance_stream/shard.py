@@ -74,8 +74,9 @@ class StreamShard(StreamSizedIterator, Resumable):
         self._meter = Meter(self._stats, lambda: self._supply.in_flight())
         self._link = CoordinatorLink(self.name, self._coordinator, self._attempt, self.world_rank, self._meter)
         world = self._attempt.world_size
-        self._supply = ChunkSupply(self._config, self.name, self.world_rank, world, self._link, self._meter)
         self._position = StreamPosition(self.name, self._plan, self._config, world // self._config.replicas, self._link)
+        lists = self._position.lists
+        self._supply = ChunkSupply(self._config, self.name, self.world_rank, world, self._link, self._meter, lists)
         self._batch_rule = BatchSizeRule(self._share, self._config.global_batch_size)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -188,9 +189,10 @@ class StreamShard(StreamSizedIterator, Resumable):
             self._end_pass(self._pass)
         plan = self._position.plan_from(cursor.next_start)
         walk = self._walk(cursor.next_start, plan, new.batch_size, new.drop_last)
+        with_list = self._position.with_list(plan, walk.start.epoch)
         self._position.begin(plan, walk, new.batch_size, new.drop_last)
         self._pass = new
-        return walk, self._supply.take(plan, walk)
+        return walk, self._supply.take(with_list, walk)
 
     def _received(self, rows: int) -> None:
         self._position.cursor().received(rows)
@@ -227,9 +229,8 @@ class StreamShard(StreamSizedIterator, Resumable):
     def schema(self) -> Schema:
         """Columns and types of the batches; with transforms, those of a first cycle that is read for it."""
         if self._config.stages:
-            walk = self._walk(Position(self.epoch), self._plan_of_next())
-            return Schema(batch_schema(self._supply.schema(self._plan_of_next(), walk)))
-        plan = self._plan_of_next()
+            walk, plan = self._walk(Position(self.epoch), self._plan_of_next()), self._plan_of_next()
+            return Schema(batch_schema(self._supply.schema(self._position.with_list(plan, self.epoch), walk)))
         return Schema(batch_schema(projected_schema(plan.table, list(plan.columns))))
 
     def stats(self) -> str:

@@ -161,9 +161,10 @@ def validate_filter(ref: TableRef, filter: str) -> None:
     check_filter(ref.open(), filter, f"table {ref.identity}")
 
 
-def count_rows(ref: TableRef) -> int:
-    """Live rows of the version: deleted rows do not count."""
-    return int(guarded(ref.open().count_rows, f"the rows of {ref!r} cannot be counted", ReadError, _secrets(ref)))
+def count_rows(ref: TableRef, filter: str | None = None) -> int:
+    """Live rows of the version, those that match the filter: deleted rows do not count."""
+    action = f"the rows of {ref!r} cannot be counted"
+    return int(guarded(lambda: ref.open().count_rows(filter), action, ReadError, _secrets(ref)))
 
 
 def match_rows(ref: TableRef, filter: str, *, progress: bool = True) -> np.ndarray:

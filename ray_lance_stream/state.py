@@ -9,6 +9,7 @@ from typing import Any
 
 from ray_lance_stream.cursor import CycleRange, Position
 from ray_lance_stream.errors import StateError, StateMismatchError
+from ray_lance_stream.state_fields import check_fields, is_whole
 
 STATE_FORMAT = 2
 # Format 1 had no fingerprint of the table: where a state does not tell it, it is not compared.
@@ -68,6 +69,15 @@ class PartialCycle:
 
 
 @dataclass(frozen=True)
+class ListedEpoch:
+    """The list that an epoch's rows came from, where the order is LanceDB's: another release may make another one."""
+
+    epoch: int
+    fingerprint: str
+    made_by: str
+
+
+@dataclass(frozen=True)
 class StreamState:
     """A position in a stream, with all that is needed to tell whether another stream may continue from it.
 
@@ -78,6 +88,7 @@ class StreamState:
         global_batch_size: G where the stream was made with one; steps are regrouped when it changes.
         partial: rows received beyond the last cycle boundary; None at a boundary.
         skipped: cycles that the user took out of an epoch.
+        listed: the newest list that rows came from; None where the order is computed, or no row came yet.
     """
 
     identity: StreamIdentity
@@ -86,6 +97,7 @@ class StreamState:
     global_batch_size: int | None = None
     partial: PartialCycle | None = None
     skipped: SkippedCycles = ()
+    listed: ListedEpoch | None = None
 
     def position(self) -> Position:
         """The position at the last cycle boundary."""
@@ -101,6 +113,7 @@ class StreamState:
             "global_batch_size": self.global_batch_size,
             "partial": asdict(self.partial) if self.partial else None,
             "skipped": [list(entry) for entry in self.skipped],
+            "listed": asdict(self.listed) if self.listed else None,
         }
 
     @classmethod
@@ -112,14 +125,14 @@ class StreamState:
         """
         if not isinstance(data, Mapping):
             raise StateError(f"a stream state is a dict as state_dict() returns it, got {type(data).__name__}")
-        if not _whole(1)(data.get("format")) or data["format"] > STATE_FORMAT:
+        if not is_whole(1)(data.get("format")) or data["format"] > STATE_FORMAT:
             raise StateError(
                 f"this release reads stream states of format 1 to {STATE_FORMAT}, got format={data.get('format')!r}; "
                 "load it with the release that wrote it"
             )
         if data["format"] == 1:
-            data = {**dict.fromkeys(_SINCE_FORMAT_2), **data}
-        _check_fields(data)
+            data = {**dict.fromkeys((*_SINCE_FORMAT_2, "listed")), **data}
+        check_fields(data)
         identity = StreamIdentity(**{f.name: data[f.name] for f in fields(StreamIdentity)})
         partial = data["partial"]
         return cls(
@@ -129,6 +142,7 @@ class StreamState:
             global_batch_size=data["global_batch_size"],
             partial=PartialCycle(partial["rows"], partial["world_size"]) if partial else None,
             skipped=tuple(tuple(entry) for entry in data["skipped"]),
+            listed=ListedEpoch(**data["listed"]) if data["listed"] else None,
         )
 
 
@@ -153,75 +167,6 @@ def union(ranges: Iterable[CycleRange]) -> tuple[CycleRange, ...]:
         else:
             merged.append((lo, hi))
     return tuple(merged)
-
-
-def _whole(minimum: int) -> Any:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-
-
-def _optional(check: Any) -> Any:
-    return lambda value: value is None or check(value)
-
-
-def _is(kind: type) -> Any:
-    return lambda value: isinstance(value, kind)
-
-
-def _is_partial(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and set(value) == {"rows", "world_size"}
-        and _whole(1)(value["rows"])
-        and _whole(1)(value["world_size"])
-    )
-
-
-def _is_skipped(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(
-        isinstance(entry, Sequence) and len(entry) == 3 and all(_whole(0)(n) for n in entry) and entry[1] < entry[2]
-        for entry in value
-    )
-
-
-_CHECKS: dict[str, tuple[str, Any]] = {
-    "format": ("an int", _whole(1)),
-    "table_uri": ("text", _is(str)),
-    "table_version": ("an int >= 1", _whole(1)),
-    "num_rows": ("an int >= 1", _whole(1)),
-    "filter": ("text or null", _optional(_is(str))),
-    "order": ("text", _is(str)),
-    "shuffle": ("a bool", _is(bool)),
-    "shuffle_seed": ("an int", lambda value: isinstance(value, int) and not isinstance(value, bool)),
-    "shuffle_clump_size": ("an int >= 1 or null", _optional(_whole(1))),
-    "num_splits": ("an int >= 1", _whole(1)),
-    "drop_remainder": ("a bool", _is(bool)),
-    "replicas": ("an int >= 1", _whole(1)),
-    "table_content": ("text or null", _optional(_is(str))),
-    "table_files": ("text or null", _optional(_is(str))),
-    "epoch": ("an int >= 0", _whole(0)),
-    "samples_consumed_per_split": ("an int >= 0", _whole(0)),
-    "global_batch_size": ("an int >= 1 or null", _optional(_whole(1))),
-    "partial": ("null or {rows, world_size}", _optional(_is_partial)),
-    "skipped": ("a list of [epoch, first cycle, end cycle]", _is_skipped),
-}
-
-
-def _check_fields(data: Mapping[str, Any]) -> None:
-    missing = sorted(set(_CHECKS) - set(data))
-    unknown = sorted(str(name) for name in set(data) - set(_CHECKS))
-    if missing or unknown:
-        raise StateError(
-            f"a stream state of format {data['format']} has fixed fields; missing {missing}, unknown {unknown}"
-        )
-    for name, (kind, check) in _CHECKS.items():
-        if not check(data[name]):
-            raise StateError(f"field {name!r} of a stream state must be {kind}, got {data[name]!r}")
-    cycles = -(-data["num_rows"] // data["num_splits"])
-    if data["samples_consumed_per_split"] > cycles:
-        raise StateError(
-            f"samples_consumed_per_split must be at most the {cycles} cycles of an epoch, "
-            f"got {data['samples_consumed_per_split']}"
-        )
 
 
 def check_fits(saved: StreamState, current: StreamIdentity, *, allow_moved: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ from ray_lance_stream.cursor import ChunkSpan, EpochWalk
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.line import ChunkLine, StageActors, StageTasks, share_of
 from ray_lance_stream.link import CoordinatorLink
+from ray_lance_stream.listed_plans import ListedPlans
 from ray_lance_stream.meter import Meter
 from ray_lance_stream.pool import ReaderPool
 from ray_lance_stream.reader import ReadRequest
@@ -21,8 +23,44 @@ from ray_lance_stream.sizer import ChunkSizer
 from ray_lance_stream.window import ReadWindow
 
 
+class PassReads:
+    """The reads of one pass.
+
+    Args:
+        plan: of its epoch.
+        walk: the pass.
+        make: (plan, walk, span) -> read.
+        lists: knows what to do when the list of the plan is lost.
+    """
+
+    def __init__(
+        self,
+        plan: ReadPlan,
+        walk: EpochWalk,
+        make: Callable[[ReadPlan, EpochWalk, ChunkSpan], ReadRequest],
+        lists: ListedPlans,
+    ) -> None:
+        self._plan = plan
+        self._walk = walk
+        self._make = make
+        self._lists = lists
+
+    def __call__(self, span: ChunkSpan) -> ReadRequest:
+        """The read of a span."""
+        return self._make(self._plan, self._walk, span)
+
+    def again(self, span: ChunkSpan) -> ReadRequest:
+        """The read of a span that was lost, perhaps with what its plan refers to."""
+        self._plan = self._lists.again(self._plan, self._walk.start.epoch)
+        return self(span)
+
+
 class ChunkSupply:
     """The chunks of one shard.
+
+    Attributes:
+        readers: of the shard.
+        ahead: what is read for the next pass.
 
     Args:
         config: of the stream.
@@ -30,10 +68,18 @@ class ChunkSupply:
         rank, world_size: of the shard.
         link: gets readers and actors of stages from the coordinator.
         meter: counts what comes.
+        lists: of the epochs of the shard.
     """
 
     def __init__(
-        self, config: StreamConfig, name: str, rank: int, world_size: int, link: CoordinatorLink, meter: Meter
+        self,
+        config: StreamConfig,
+        name: str,
+        rank: int,
+        world_size: int,
+        link: CoordinatorLink,
+        meter: Meter,
+        lists: ListedPlans,
     ) -> None:
         stages = config.stages
         self.readers = ReaderPool(config.readers_per_worker, link.reader)
@@ -50,6 +96,7 @@ class ChunkSupply:
         self._meter = meter
         self._new_count = partial(ReplacedRows, stages, name, rank, meter.replaced)
         self.ahead = ReadAhead(self._new_window)
+        self._lists = lists
         self._newest: ReadWindow | None = None
 
     def take(self, plan: ReadPlan, walk: EpochWalk) -> ReadWindow:
@@ -90,14 +137,14 @@ class ChunkSupply:
 
     def _new_window(self, plan: ReadPlan, walk: EpochWalk, before: ReadWindow | None) -> ReadWindow:
         """The chunks of a pass; `before` is the window of the running pass, where this one is read ahead."""
-        request, first_rows = partial(self._request, plan, walk), walk.batch_size or walk.block.size
+        reads, first_rows = PassReads(plan, walk, self._request, self._lists), walk.batch_size or walk.block.size
         if before is None:
             sizer = ChunkSizer(self._config, walk.block.size, plan.row_bytes, first_rows)
         elif before.held_bytes() < before.sizer.next_bytes():
             sizer = before.sizer.again(first_rows)
         else:
             sizer = before.sizer  # the loop has a chunk to consume before it asks for the first one
-        return ReadWindow(walk, request, self._line(), sizer, self._config, self._new_count(), self._meter)
+        return ReadWindow(walk, reads, self._line(), sizer, self._config, self._new_count(), self._meter)
 
     def _line(self) -> ChunkLine:
         """The way of the chunks of one pass."""

@@ -7,13 +7,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import pyarrow as pa
 import ray
 
-from ray_lance_stream.config import StreamConfig
+from ray_lance_stream.config import SharedLostError, StreamConfig
 from ray_lance_stream.cursor import ChunkSpan, EpochWalk
 from ray_lance_stream.errors import ReadError
 from ray_lance_stream.line import DIED, ChunkLine, Sent
@@ -31,10 +32,18 @@ TELL_STALLED_S = 30.0
 STALLED_S = 240.0  # less than the 600 s after which a collective of the other ranks gives up
 LOST = (
     *DIED,
+    SharedLostError,
     ray.exceptions.ObjectLostError,
     ray.exceptions.WorkerCrashedError,
     ray.exceptions.NodeDiedError,
 )
+
+
+class ReadMaker(Protocol):
+    """See supply.PassReads."""
+
+    def __call__(self, span: ChunkSpan) -> ReadRequest: ...
+    def again(self, span: ChunkSpan) -> ReadRequest: ...
 
 
 @dataclass
@@ -57,7 +66,7 @@ class ReadWindow:
 
     Args:
         walk: the pass.
-        make_request: the read of a span.
+        reads_of_pass: makes the read of a span, and that of one which was lost.
         line: reads and transforms.
         sizer: chunk sizes.
         config: bounds.
@@ -68,7 +77,7 @@ class ReadWindow:
     def __init__(
         self,
         walk: EpochWalk,
-        make_request: Callable[[ChunkSpan], ReadRequest],
+        reads_of_pass: ReadMaker,
         line: ChunkLine,
         sizer: ChunkSizer,
         config: StreamConfig,
@@ -76,7 +85,7 @@ class ReadWindow:
         meter: Meter,
     ) -> None:
         self._walk = walk
-        self._make_request = make_request
+        self._reads_of_pass = reads_of_pass
         self._line = line
         self.sizer = sizer
         self._config = config
@@ -168,7 +177,7 @@ class ReadWindow:
     def _fill(self, needed: bool) -> None:
         """Send reads until a bound is reached; with `needed` one in any case."""
         while (span := self._next_span(needed)) is not None:
-            request = self._make_request(span)
+            request = self._reads_of_pass(span)
             sent = self._line.send(request)  # may take as long as a reader takes to start
             with self._lock:
                 if not self._closed.is_set():
@@ -257,7 +266,8 @@ class ReadWindow:
         )
         self._meter.retried()
         self._line.drop(read.sent, error)
-        sent = self._line.send(read.request)
+        request = self._reads_of_pass.again(read.request.span)
+        sent = self._line.send(request)
         with self._lock:
             read.attempts += 1
-            read.sent = sent
+            read.request, read.sent = request, sent

@@ -38,6 +38,7 @@ PUBLIC = [
     "lance_stream",
     "merge_state_dicts",
     "report",
+    "to_lancedb_state",
 ]
 SIGNATURE = [
     "table",
@@ -50,6 +51,7 @@ SIGNATURE = [
     "columns=None",
     "filter=None",
     "order='feistel-1'",
+    "permutation=None",
     "global_batch_size=None",
     "drop_remainder=True",
     "evaluation=False",
@@ -120,7 +122,7 @@ def test_the_package_alone_imports_nothing_heavy() -> None:
 
 
 def test_the_modules_without_io_import_nothing_heavy() -> None:
-    modules = ("errors", "splits", "suggest", "order", "cursor", "plan", "state")
+    modules = ("errors", "splits", "suggest", "order", "cursor", "plan", "state", "lancedb_state")
     assert imported_by("\n".join(f"import ray_lance_stream.{name}" for name in modules)) == []
 
 

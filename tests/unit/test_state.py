@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ray_lance_stream.errors import StateError, StateMismatchError
 from ray_lance_stream.state import (
+    ListedEpoch,
     PartialCycle,
     StreamIdentity,
     StreamState,
@@ -31,7 +32,13 @@ STATE = StreamState(IDENTITY, epoch=2, samples_consumed_per_split=5, global_batc
 
 
 def test_round_trip_through_json():
-    for state in (STATE, replace(STATE, partial=PartialCycle(3, 2)), replace(STATE, skipped=((1, 0, 4),))):
+    changes = (
+        {},
+        {"partial": PartialCycle(3, 2)},
+        {"skipped": ((1, 0, 4),)},
+        {"listed": ListedEpoch(2, "0123456789abcdef", "lancedb 0.40.0")},
+    )
+    for state in (replace(STATE, **change) for change in changes):
         assert StreamState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
         assert len(json.dumps(state.to_dict())) < 2048
 
@@ -96,7 +103,7 @@ def test_a_fingerprint_that_one_side_does_not_know_is_not_compared(name):
 def format_1() -> dict:
     """The state as release 0.1.0 wrote it before there were fingerprints."""
     data = STATE.to_dict()
-    return {"format": 1, **{key: data[key] for key in data if key not in ("format", *FINGERPRINTS)}}
+    return {"format": 1, **{key: data[key] for key in data if key not in ("format", "listed", *FINGERPRINTS)}}
 
 
 def test_a_state_of_format_1_is_read_and_written_as_format_2():
@@ -146,6 +153,10 @@ def test_a_missing_field_is_an_error(name):
         ("partial", {"rows": 0, "world_size": 2}),
         ("partial", {"rows": 3}),
         ("partial", 3),
+        ("listed", "0123456789abcdef"),
+        ("listed", {"epoch": 1, "fingerprint": "0123456789abcdef"}),
+        ("listed", {"epoch": -1, "fingerprint": "0123456789abcdef", "made_by": "lancedb 0.40.0"}),
+        ("listed", {"epoch": 1, "fingerprint": 7, "made_by": "lancedb 0.40.0"}),
         ("skipped", [[1, 2]]),
         ("skipped", [[0, 4, 4]]),
         ("skipped", None),

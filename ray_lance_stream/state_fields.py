@@ -1,0 +1,94 @@
+"""The fields of a saved state, and what each may hold. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray_lance_stream.errors import StateError
+
+
+def is_whole(minimum: int) -> Any:
+    """A check for ints of at least `minimum`."""
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def _optional(check: Any) -> Any:
+    return lambda value: value is None or check(value)
+
+
+def _is(kind: type) -> Any:
+    return lambda value: isinstance(value, kind)
+
+
+def _is_partial(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and set(value) == {"rows", "world_size"}
+        and is_whole(1)(value["rows"])
+        and is_whole(1)(value["world_size"])
+    )
+
+
+def _is_skipped(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(
+        isinstance(entry, Sequence) and len(entry) == 3 and all(is_whole(0)(n) for n in entry) and entry[1] < entry[2]
+        for entry in value
+    )
+
+
+def _is_listed(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and set(value) == {"epoch", "fingerprint", "made_by"}
+        and is_whole(0)(value["epoch"])
+        and isinstance(value["fingerprint"], str)
+        and isinstance(value["made_by"], str)
+    )
+
+
+_CHECKS: dict[str, tuple[str, Any]] = {
+    "format": ("an int", is_whole(1)),
+    "table_uri": ("text", _is(str)),
+    "table_version": ("an int >= 1", is_whole(1)),
+    "num_rows": ("an int >= 1", is_whole(1)),
+    "filter": ("text or null", _optional(_is(str))),
+    "order": ("text", _is(str)),
+    "shuffle": ("a bool", _is(bool)),
+    "shuffle_seed": ("an int", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "shuffle_clump_size": ("an int >= 1 or null", _optional(is_whole(1))),
+    "num_splits": ("an int >= 1", is_whole(1)),
+    "drop_remainder": ("a bool", _is(bool)),
+    "replicas": ("an int >= 1", is_whole(1)),
+    "table_content": ("text or null", _optional(_is(str))),
+    "table_files": ("text or null", _optional(_is(str))),
+    "epoch": ("an int >= 0", is_whole(0)),
+    "samples_consumed_per_split": ("an int >= 0", is_whole(0)),
+    "global_batch_size": ("an int >= 1 or null", _optional(is_whole(1))),
+    "partial": ("null or {rows, world_size}", _optional(_is_partial)),
+    "skipped": ("a list of [epoch, first cycle, end cycle]", _is_skipped),
+    "listed": ("null or {epoch, fingerprint, made_by}", _optional(_is_listed)),
+}
+
+
+def check_fields(data: Mapping[str, Any]) -> None:
+    """Raise unless a state has all fields and no others, each of its kind.
+
+    Raises:
+        StateError: names the field.
+    """
+    missing = sorted(set(_CHECKS) - set(data))
+    unknown = sorted(str(name) for name in set(data) - set(_CHECKS))
+    if missing or unknown:
+        raise StateError(
+            f"a stream state of format {data['format']} has fixed fields; missing {missing}, unknown {unknown}"
+        )
+    for name, (kind, check) in _CHECKS.items():
+        if not check(data[name]):
+            raise StateError(f"field {name!r} of a stream state must be {kind}, got {data[name]!r}")
+    cycles = -(-data["num_rows"] // data["num_splits"])
+    if data["samples_consumed_per_split"] > cycles:
+        raise StateError(
+            f"samples_consumed_per_split must be at most the {cycles} cycles of an epoch, "
+            f"got {data['samples_consumed_per_split']}"
+        )
