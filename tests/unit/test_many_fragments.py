@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 
 import lance
 import numpy as np
@@ -31,13 +30,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return uri
 
 
-def test_a_stream_is_small_and_soon_there(path: str) -> None:
-    took_s = []
-    for _ in range(3):  # the machine may be busy with something else
-        started_s = time.perf_counter()
-        stream = lance_stream(path, num_splits=48)
-        took_s.append(time.perf_counter() - started_s)
-    assert min(took_s) < 2
+def test_a_stream_is_small(path: str) -> None:
+    stream = lance_stream(path, num_splits=48)
     assert len(pickle.dumps(stream._plan)) < 2_000
     assert len(pickle.dumps(stream)) < 100_000
     assert stream._plan.order.num_rows == FRAGMENTS * FILE_ROWS

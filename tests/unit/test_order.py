@@ -87,14 +87,14 @@ def test_every_small_epoch_is_a_permutation():
         assert np.array_equal(np.sort(rows), np.arange(num_rows)), num_rows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 20_000), any_seed, any_epoch, st.one_of(st.none(), st.integers(1, 25_000)))
 def test_an_epoch_is_a_permutation(num_rows, seed, epoch, clump):
     rows = whole(Order(num_rows, seed=seed, clump_size=clump), epoch)
     assert np.array_equal(np.sort(rows), np.arange(num_rows))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.one_of(st.integers(1, 5000), st.integers(1, 2**62)), any_seed, any_epoch, st.data())
 def test_inverse_undoes_forward_and_forward_undoes_inverse(num_rows, seed, epoch, data):
     perm = FeistelPermutation(num_rows, feistel_keys(seed, epoch))
@@ -106,7 +106,7 @@ def test_inverse_undoes_forward_and_forward_undoes_inverse(num_rows, seed, epoch
     assert np.array_equal(perm.forward(perm.inverse(index)), index)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 400), st.integers(1, 60), any_seed, any_epoch)
 def test_clumps_stay_together_in_ascending_order(num_rows, clump, seed, epoch):
     rows = whole(Order(num_rows, seed=seed, clump_size=clump), epoch)
@@ -220,7 +220,7 @@ def test_documented_orders():
     assert any(int(line[2]) > 2**64 for line in table)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.one_of(st.integers(1, 300), st.integers(1, 2**62)), any_seed, any_epoch, st.data())
 def test_numpy_agrees_with_the_reference(num_rows, seed, epoch, data):
     index = data.draw(st.lists(st.integers(0, num_rows - 1), min_size=1, max_size=20))
@@ -232,7 +232,7 @@ def test_numpy_agrees_with_the_reference(num_rows, seed, epoch, data):
     assert perm.inverse(np.array(index)).tolist() == [ref_perm(i, keys, num_rows, inverse=True) for i in index]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 400), st.integers(1, 60), any_seed, any_epoch)
 def test_clumped_numpy_agrees_with_the_reference(num_rows, clump, seed, epoch):
     assert whole(Order(num_rows, seed=seed, clump_size=clump), epoch).tolist() == ref_layout(

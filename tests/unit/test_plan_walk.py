@@ -85,7 +85,7 @@ def test_sweep_of_batches_and_every_stop_step(drop_last):
                 assert np.array_equal(delivered(plan, rest), oracle[stop:])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_each_row_once_per_epoch_and_left_out_rows_rotate(data):
     num_splits = data.draw(st.integers(1, 24))
@@ -144,7 +144,7 @@ def test_without(cut):
     assert [c for lo, hi in kept for c in range(lo, hi)] == [c for c in range(3, 25) if c not in covered]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_walk_with_skips_and_partial_cycles_against_a_list(data):
     """A walk is the list of rows from its start, less skipped cycles; positions cut that list exactly."""

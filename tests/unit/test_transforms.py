@@ -350,7 +350,7 @@ def oracle(plain: np.ndarray, bad: set[int]) -> np.ndarray:
     return out
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_replacement_does_not_depend_on_chunks_or_workers(stream, data):
     plain = by_position(stream)

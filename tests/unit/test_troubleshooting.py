@@ -21,6 +21,9 @@ LOGGED = re.compile(r"logger\.(warning|error)")
 
 # How messages begin that say that the library itself is wrong, or that are caught inside.
 INTERNAL = (
+    "the rows of order",
+    "the list of epoch",
+    "a list must have the",
     "a split block needs",
     "an index must be",
     "keys must be",
