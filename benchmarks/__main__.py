@@ -22,11 +22,12 @@ BENCHMARKS = {
     "latency": 300.0,
     "rescale": 600.0,
     "planning": 240.0,
+    "fragments": 60.0,
     "stall": 120.0,
     "memory": 180.0,
     "transforms": 180.0,
 }
-WITHOUT_RAY = ("planning",)
+WITHOUT_RAY = ("planning", "fragments")
 FORGIVEN_EXIT_S = 60.0
 
 

@@ -7,14 +7,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import lance
 import numpy as np
 import pyarrow as pa
+from lance.fragment import FragmentMetadata
 
 from benchmarks.common import Context, say
 
 TOKENS_PER_ROW = 512
 VECTOR_DIM = 768
 WRITTEN_ROWS = 50_000  # at a time
+FRAGMENT_ROWS = 3
 
 Rows = tuple[int, int]
 MakeRows = Callable[[np.random.Generator, Rows], pa.Table]
@@ -74,8 +77,6 @@ def num_rows(context: Context, name: str) -> int:
 
 def table_uri(context: Context, name: str) -> str:
     """Path of a table, generated if it is not there."""
-    import lance
-
     folder = context.data / ("quick" if context.quick else "full")
     path = folder / f"{name}.lance"
     if path.exists():
@@ -102,3 +103,12 @@ def database_of(uri: str) -> tuple[str, str]:
     """(LanceDB database, table name) of a table's path."""
     path = Path(uri)
     return str(path.parent), path.stem
+
+
+def commit_fragments(uri: str, fragments: int) -> None:
+    """Write a table of many fragments, which share four files of FRAGMENT_ROWS rows: so many files would take minutes."""
+    written = lance.write_dataset(pa.table({"id": np.arange(4 * FRAGMENT_ROWS)}), uri, max_rows_per_file=FRAGMENT_ROWS)
+    files = [fragment.metadata.files for fragment in written.get_fragments()]
+    metadata = [FragmentMetadata(i, files[i % 4], FRAGMENT_ROWS) for i in range(fragments)]
+    operation = lance.LanceOperation.Overwrite(written.schema, metadata)
+    lance.LanceDataset.commit(uri, operation, read_version=written.version)
