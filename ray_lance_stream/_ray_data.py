@@ -208,15 +208,17 @@ def attempt_key() -> int | None:
     return id(get_train_context())
 
 
+def local_run() -> Any:
+    """What stands for the `num_workers=0` run whose training function this is, another one in each; None outside of one."""
+    utils = get_train_fn_utils() if in_train_worker() else None
+    return utils if isinstance(utils, LocalTrainFnUtils) else None
+
+
 def local_mode_name(stream: Any) -> str | None:
     """The name under which a `num_workers=0` trainer was given `stream`; None outside local mode."""
-    if not in_train_worker():
-        return None
-    utils = get_train_fn_utils()
-    if not isinstance(utils, LocalTrainFnUtils):
-        return None
-    names = [name for name, dataset in (utils._dataset_shards or {}).items() if dataset is stream]
-    return names[0] if names else None
+    run = local_run()
+    datasets = (run._dataset_shards or {}) if run is not None else {}
+    return next((name for name, dataset in datasets.items() if dataset is stream), None)
 
 
 class KeptByCluster:

@@ -22,30 +22,30 @@ class ReadAhead:
 
     Both together keep to the bounds of one. What was read for a pass that does not come is let go when another one begins,
     or the shard is closed.
-
-    Args:
-        new_window: makes the window of a pass; also given the window of the running one where it is to be read ahead.
     """
 
-    def __init__(self, new_window: Callable[[ReadPlan, EpochWalk, ReadWindow | None], ReadWindow]) -> None:
-        self._new_window = new_window
+    def __init__(self) -> None:
         self._next: _Next | None = None
 
-    def go_on(self, running: ReadWindow, plan: ReadPlan, next_walk: Callable[[], EpochWalk]) -> None:
-        """Send the reads for which there is room, once all of the running pass have been sent."""
+    def go_on(self, running: ReadWindow, make: Callable[[], tuple[ReadPlan, EpochWalk, ReadWindow]]) -> None:
+        """Send the reads for which there is room, once all of the running pass have been sent.
+
+        Args:
+            running: window of the running pass.
+            make: (plan, walk, window) of the next pass.
+        """
         if self._next is None:
-            walk = next_walk()
-            self._next = _Next(plan, walk, self._new_window(plan, walk, running))
+            self._next = _Next(*make())
         self._next.window.fill_beside(running.held_bytes())
 
-    def take(self, plan: ReadPlan, walk: EpochWalk) -> ReadWindow:
-        """The window of a pass that begins."""
+    def take(self, plan: ReadPlan, walk: EpochWalk) -> ReadWindow | None:
+        """The window of a pass that begins, if it is the one that was read ahead; lets go of any other."""
         found = self._next
         if found is not None and (found.plan, found.walk) == (plan, walk):
             self._next = None
             return found.window
         self.drop()
-        return self._new_window(plan, walk, None)
+        return None
 
     def drop(self) -> None:
         """Let go what was read ahead."""

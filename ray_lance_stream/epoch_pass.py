@@ -179,9 +179,9 @@ class EpochPass(DataIterator):
             raise IterationError(ENDED)
         assert self._window is not None
         assert self._walk is not None
-        self._window.received(rows)
+        has_let_go = self._window.received(rows)
         self._shard._received(rows)
-        self._shard._read_ahead(self._window, self._walk)
+        self._shard._read_ahead(self._window, self._walk, has_let_go)
 
     @property
     def is_complete(self) -> bool:

@@ -10,6 +10,7 @@ import ray
 from ray.data import Dataset
 
 from ray_lance_stream import explain
+from ray_lance_stream._ray_data import local_run
 from ray_lance_stream.attempts import RankProgress
 from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.dataset import epoch_dataset
@@ -120,7 +121,8 @@ class Inspectable:
     def state_dict(self, run: str | None = None) -> dict[str, Any]:
         """Where a run is: the position of its slowest rank, as last told (ranks tell about once a second).
 
-        For looking at. A run continues from a checkpoint, never from here.
+        For looking at. A run continues from a checkpoint, never from here. In local mode, and where the stream iterates
+        itself, the position of its only shard, up to the last row.
 
         Args:
             run: name of the run, where several share this stream.
@@ -128,13 +130,14 @@ class Inspectable:
         Raises:
             ConfigError: several runs and no name, or an unknown name.
         """
+        local = self._local_of(run)
+        if local is not None:
+            return local.state_dict()
         ranks = self._snapshot(run)
         if ranks:
             return min(
                 (p.state for p in ranks.values()), key=lambda s: (s.epoch, s.samples_consumed_per_split)
             ).to_dict()
-        if self._local is not None:
-            return self._local.state_dict()
         start = StreamState(
             self._plan.identity(self._config.replicas), self._config.epoch, 0, self._config.global_batch_size
         )
@@ -160,18 +163,30 @@ class Inspectable:
 
         In local mode, and where the stream iterates itself, those of its only shard.
         """
+        local = self._local_of(run)
+        if local is not None:
+            return local.stats()
         ranks = self._snapshot(run)
-        if not ranks and self._local is not None:
-            return self._local.stats()
         tallies = [told.tally for told in ranks.values()]
         total = sum(tallies, Tally()).to_text(sum(tally.rows_per_s for tally in tallies))
         waits = ", ".join(f"{rank}: {told.tally.wait_share:.1%}" for rank, told in ranks.items())
         return f"Ranks: {len(ranks)}\n{total}* Waiting by rank: {waits}\n"
 
+    def _local_of(self, run: str | None) -> StreamShard | None:
+        """The shard of this process, where it is what is asked for: this is local mode, or no Ray Train run is told of."""
+        if run is not None or self._local is None:
+            return None
+        return self._local if local_run() is not None or not any(self._told(None)[0]) else None
+
+    def _told(self, run: str | None) -> tuple[list[str], dict[int, RankProgress]]:
+        if self._coordinator is None:  # nobody has been told of it
+            return [], {}
+        return cast("tuple[list[str], dict[int, RankProgress]]", ray.get(self._coordinator.snapshot.remote(run)))
+
     def _snapshot(self, run: str | None) -> dict[int, RankProgress]:
         if self._coordinator is None:
             return {}
-        runs, ranks = cast("tuple[list[str], dict[int, RankProgress]]", ray.get(self._coordinator.snapshot.remote(run)))
+        runs, ranks = self._told(run)
         if run is None and len(runs) > 1:
             raise ConfigError(f"several runs use this stream, name one of them: {runs}")
         if run is not None and run not in runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
@@ -118,16 +119,19 @@ class Meter:
 
     Args:
         stats: Ray Data's, which know how long the loop waited.
-        in_flight: (chunks, bytes) in flight now.
     """
 
-    def __init__(self, stats: DatasetStats, in_flight: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, stats: DatasetStats) -> None:
         self._stats = stats
-        self._in_flight = in_flight
+        self._in_flight: weakref.WeakMethod[Callable[[], tuple[int, int]]] | None = None
         self._first_row_s: float | None = None
         self._rows = self._chunks = self._size_bytes = self._retries = self._replaced_rows = 0
         self._read_s = self._transform_s = 0.0
         self._exported: dict[str, float] = {}
+
+    def watch(self, in_flight: Callable[[], tuple[int, int]]) -> None:
+        """Ask this method for (chunks, bytes) in flight. Its object, which holds this one, is not kept by it."""
+        self._in_flight = weakref.WeakMethod(in_flight)
 
     def received(self, rows: int) -> None:
         """The loop has received rows."""
@@ -153,7 +157,8 @@ class Meter:
     def tally(self) -> Tally:
         """The figures now."""
         stats = self._stats
-        chunks, size_bytes = self._in_flight()
+        in_flight = self._in_flight() if self._in_flight is not None else None
+        chunks, size_bytes = in_flight() if in_flight is not None else (0, 0)
         return Tally(
             rows=self._rows,
             size_bytes=self._size_bytes,

@@ -71,7 +71,7 @@ class StreamShard(StreamSizedIterator, Resumable):
     def _reset_runtime(self) -> None:
         self._pass: EpochPass | None = None
         self._stats = DatasetStats(metadata={}, parent=None)
-        self._meter = Meter(self._stats, lambda: self._supply.in_flight())
+        self._meter = Meter(self._stats)
         self._link = CoordinatorLink(self.name, self._coordinator, self._attempt, self.world_rank, self._meter)
         world = self._attempt.world_size
         self._position = StreamPosition(self.name, self._plan, self._config, world // self._config.replicas, self._link)
@@ -200,12 +200,13 @@ class StreamShard(StreamSizedIterator, Resumable):
         if self._link.is_time_to_tell():
             self._position.tell()
 
-    def _read_ahead(self, running: ReadWindow, walk: EpochWalk) -> None:
-        if running.all_sent and self._supply.may_read_ahead:
+    def _read_ahead(self, running: ReadWindow, walk: EpochWalk, has_room: bool) -> None:
+        """Go on with the next pass where the running one has let a chunk go; called for every batch, and every row."""
+        if running.all_sent and (has_room or self._supply.ahead.window is None) and self._supply.may_read_ahead:
             plan = self._position.plan_ahead(walk.start.epoch + 1)
             if plan is not None:
                 next_walk = partial(self._walk, Position(walk.start.epoch + 1), plan, walk.batch_size, walk.drop_last)
-                self._supply.ahead.go_on(running, plan, next_walk)
+                self._supply.read_ahead(running, plan, next_walk)
 
     def _end_pass(self, ended: EpochPass) -> None:
         if self._pass is not ended:

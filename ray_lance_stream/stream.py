@@ -13,7 +13,7 @@ import ray
 from ray.data import DataContext
 
 from ray_lance_stream import train
-from ray_lance_stream._ray_data import local_mode_name
+from ray_lance_stream._ray_data import local_mode_name, local_run
 from ray_lance_stream.attempts import Attempt
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.coordinator import start_coordinator
@@ -36,6 +36,8 @@ SHARD_METHODS = (
     "schema",
     "load_state_dict",
     "save_state",
+    "state",
+    "evaluation",
     "epoch",
     "set_epoch",
     "num_rows",
@@ -61,6 +63,7 @@ class LanceStream(Transformable, Inspectable):
         self._config = config
         self._coordinator: ray.actor.ActorHandle | None = None
         self._local: StreamShard | None = None
+        self._local_run: Any = None
 
     def __repr__(self) -> str:
         stages = " -> ".join(str(stage) for stage in self._config.stages)
@@ -74,7 +77,7 @@ class LanceStream(Transformable, Inspectable):
         # The coordinator must belong to this process: the actors of a worker group die with it.
         if ray.is_initialized():
             self._coordinator_handle()
-        return {**self.__dict__, "_local": None}
+        return {**self.__dict__, "_local": None, "_local_run": None}
 
     def __getattr__(self, name: str) -> Any:
         if name in SHARD_METHODS:
@@ -207,7 +210,11 @@ class LanceStream(Transformable, Inspectable):
         return StreamShard(name, self._plan, self._config, self._coordinator_handle(), attempt, rank, self.context)
 
     def _local_shard(self) -> StreamShard:
+        run = local_run()
+        if self._local is not None and run not in (None, self._local_run):
+            self._local.close()  # each run begins anew, as it does in workers
+            self._local = None
         if self._local is None:
-            self._local = self.shard()
+            self._local, self._local_run = self.shard(), run
             train.register(self._local)
         return self._local

@@ -20,6 +20,7 @@ from ray_lance_stream.pool import ReaderPool
 from ray_lance_stream.reader import ReadRequest
 from ray_lance_stream.replaced import ReplacedRows
 from ray_lance_stream.sizer import ChunkSizer
+from ray_lance_stream.transform import Stage
 from ray_lance_stream.window import ReadWindow
 
 
@@ -29,7 +30,8 @@ class PassReads:
     Args:
         plan: of its epoch.
         walk: the pass.
-        make: (plan, walk, span) -> read.
+        who: stream and rank, for messages.
+        stage: what runs where a chunk is read, if anything does.
         lists: knows what to do when the list of the plan is lost.
     """
 
@@ -37,17 +39,19 @@ class PassReads:
         self,
         plan: ReadPlan,
         walk: EpochWalk,
-        make: Callable[[ReadPlan, EpochWalk, ChunkSpan], ReadRequest],
+        who: str,
+        stage: Stage | None,
         lists: ListedPlans,
     ) -> None:
         self._plan = plan
         self._walk = walk
-        self._make = make
+        self._who = who
+        self._stage = stage
         self._lists = lists
 
     def __call__(self, span: ChunkSpan) -> ReadRequest:
         """The read of a span."""
-        return self._make(self._plan, self._walk, span)
+        return ReadRequest(self._plan, self._walk.start.epoch, self._walk.block, span, self._who, self._stage)
 
     def again(self, span: ChunkSpan) -> ReadRequest:
         """The read of a span that was lost, perhaps with what its plan refers to."""
@@ -95,14 +99,26 @@ class ChunkSupply:
         }
         self._meter = meter
         self._new_count = partial(ReplacedRows, stages, name, rank, meter.replaced)
-        self.ahead = ReadAhead(self._new_window)
+        self.ahead = ReadAhead()
         self._lists = lists
         self._newest: ReadWindow | None = None
+        self._replaced: ReplacedRows | None = None  # in the newest pass
+        meter.watch(self.in_flight)
 
     def take(self, plan: ReadPlan, walk: EpochWalk) -> ReadWindow:
         """The window of a pass that begins."""
-        self._newest = self.ahead.take(plan, walk)
+        self._newest = self.ahead.take(plan, walk) or self._new_window(plan, walk, None)
+        self._replaced = self._newest.replaced
         return self._newest
+
+    def read_ahead(self, running: ReadWindow, plan: ReadPlan, next_walk: Callable[[], EpochWalk]) -> None:
+        """Send the first reads of the next pass, as there is room."""
+
+        def make() -> tuple[ReadPlan, EpochWalk, ReadWindow]:
+            walk = next_walk()
+            return plan, walk, self._new_window(plan, walk, running)
+
+        self.ahead.go_on(running, make)
 
     def in_flight(self) -> tuple[int, int]:
         """(chunks, bytes) of the newest pass, and of what is read ahead."""
@@ -112,7 +128,7 @@ class ChunkSupply:
     @property
     def replaced(self) -> str:
         """A line on the rows that were replaced in the newest pass; empty if there are none."""
-        return str(self._newest.replaced) if self._newest is not None else ""
+        return str(self._replaced or "")
 
     @property
     def may_read_ahead(self) -> bool:
@@ -125,7 +141,7 @@ class ChunkSupply:
         span = walk.next_span(None, 1)
         if span is None:
             raise ConfigError(f"the columns of transforms are those of a row, but epoch {walk.start.epoch} has none")
-        sent = self._line().send(self._request(plan, walk, span))
+        sent = self._line().send(self._reads(plan, walk)(span))
         return ray.get(sent.block_ref).schema
 
     def clear(self) -> None:
@@ -137,7 +153,7 @@ class ChunkSupply:
 
     def _new_window(self, plan: ReadPlan, walk: EpochWalk, before: ReadWindow | None) -> ReadWindow:
         """The chunks of a pass; `before` is the window of the running pass, where this one is read ahead."""
-        reads, first_rows = PassReads(plan, walk, self._request, self._lists), walk.batch_size or walk.block.size
+        reads, first_rows = self._reads(plan, walk), walk.batch_size or walk.block.size
         if before is None:
             sizer = ChunkSizer(self._config, walk.block.size, plan.row_bytes, first_rows)
         elif before.held_bytes() < before.sizer.next_bytes():
@@ -154,5 +170,5 @@ class ChunkSupply:
         ]
         return ChunkLine(self.readers, stages, self._alive)
 
-    def _request(self, plan: ReadPlan, walk: EpochWalk, span: ChunkSpan) -> ReadRequest:
-        return ReadRequest(plan, walk.start.epoch, walk.block, span, self._who, self._in_reader)
+    def _reads(self, plan: ReadPlan, walk: EpochWalk) -> PassReads:
+        return PassReads(plan, walk, self._who, self._in_reader, self._lists)

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 STATE_FILE = "ray_lance_stream.json"
 
-_shards: weakref.WeakSet[StreamShard] = weakref.WeakSet()
+_shards: weakref.WeakValueDictionary[str, StreamShard] = weakref.WeakValueDictionary()  # the newest of each name
 _started_from: dict[int, ray.train.Checkpoint | None] = {}
 
 
 def register(shard: StreamShard) -> bool:
     """Let `report` save the state of a shard that arrived in this process; returns whether a training function runs."""
-    _shards.add(shard)
+    _shards[shard.name] = shard
     attempt_checkpoint()
     return attempt_key() is not None
 
@@ -91,7 +91,7 @@ def report(metrics: dict[str, Any], checkpoint: ray.train.Checkpoint | None = No
 
 def live_states() -> dict[str, StreamState]:
     """The state of each shard of this process that can be resumed, by stream name."""
-    return {shard.name: shard.state() for shard in list(_shards) if not shard.evaluation}
+    return {shard.name: shard.state() for shard in list(_shards.values()) if not shard.evaluation}
 
 
 def write_states(checkpoint: ray.train.Checkpoint, states: Mapping[str, StreamState]) -> None:

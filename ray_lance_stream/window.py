@@ -143,12 +143,14 @@ class ReadWindow:
         """Chunks that are asked for and not received whole."""
         return len(self._reads) + len(self._handed)
 
-    def received(self, rows: int) -> None:
-        """The loop has received `rows` more rows."""
+    def received(self, rows: int) -> bool:
+        """The loop has received `rows` more rows; returns whether these were the last ones of a chunk."""
         with self._lock:
             self._received_rows += rows
+            held = len(self._handed)
             while self._handed and self._handed[0][0] <= self._received_rows:
                 self._handed.popleft()
+            return len(self._handed) < held
 
     def fetch(self, ref: ray.ObjectRef) -> tuple[pa.Table, ReadRequest] | None:
         """The block behind a reference that this window gave out, and its request; read again if the object is lost.

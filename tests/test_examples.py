@@ -59,7 +59,7 @@ def test_images_trains_around_corrupt_files(tmp_path):
 LOCAL_MODE = """
 import sys
 import ray.train
-from ray.train import ScalingConfig
+from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 import ray_lance_stream
 from ray_lance_stream import lance_stream
@@ -70,7 +70,13 @@ table = make_table(sys.argv[1], 300)
 
 def loop():
     train, val = ray.train.get_dataset_shard("train"), ray.train.get_dataset_shard("val")
-    ids = [batch["id"].tolist() for batch in train.iter_torch_batches(batch_size=train.local_batch_size(24))]
+    assert (train.epoch, train.evaluation, val.evaluation) == (0, False, True)
+    ids = []
+    for batch in train.iter_torch_batches(batch_size=train.local_batch_size(24)):
+        ids.append(batch["id"].tolist())
+        if len(ids) < 5:
+            assert train.state_dict()["samples_consumed_per_split"] == 2 * len(ids)  # not what was told last
+    assert "* Rows received: 300 (" in train.stats()
     assert ids == [step.tolist() for step in Oracle(scan_ids(table), 12, 2).epoch(0)]
     assert sorted(row["id"] for row in val.iter_rows()) == list(range(300))
     assert train.state_dict()["epoch"] == train.epoch == 1
@@ -83,10 +89,12 @@ streams = {
     "train": lance_stream(table, num_splits=12),
     "val": lance_stream(table, num_splits=7, evaluation=True, drop_remainder=False),
 }
-result = TorchTrainer(loop, datasets=streams, scaling_config=ScalingConfig(num_workers=0)).fit()
+for name in ("one", "two"):  # which begins anew
+    config = RunConfig(name=name)
+    result = TorchTrainer(loop, datasets=streams, scaling_config=ScalingConfig(num_workers=0), run_config=config).fit()
 resumed = lance_stream(table, num_splits=12, resume_from=result.checkpoint)
 assert resumed.epoch == 1
-assert streams["train"].progress()[0]["rows"] == 300
+assert streams["train"].progress("two")[0]["rows"] == 300
 print("local mode works")
 """
 

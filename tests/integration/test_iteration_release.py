@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,23 @@ def test_passes_left_early_leave_nothing(shards: Shards, wide, leave):
     if shard._pass is not None:
         shard._end_pass(shard._pass)  # what close() does; the readers are for the other tests
     assert eventually(lambda: not blocks_held()), blocks_held()
+
+
+def test_a_shard_goes_with_its_last_holder(shards: Shards, table):
+    """Without the garbage collector: what it holds are readers, and `report` saves the shards that there are."""
+    shard = shards.of(shards.stream(table).map_batches(lambda batch: batch))
+    held = weakref.ref(shard)
+    shard.stats()
+    assert len(flat(shard.iter_batches(batch_size=48))) > 0
+    assert shard._supply.ahead.window is not None
+    shard.state_dict()
+    gc.collect()
+    gc.disable()
+    try:
+        del shard
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_closing_lets_readers_go(table, cluster):

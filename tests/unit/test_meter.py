@@ -23,6 +23,16 @@ EXPORTED = {f"ray_lance_stream_{name}_total" for name in COUNTERS} | {
 TAGGED = {"stream": "train", "rank": "1", "run": "a"}
 
 
+class Held:
+    """What is in flight, as a shard's supply knows it."""
+
+    def in_flight(self) -> tuple[int, int]:
+        return 2, 200
+
+
+HELD = Held()
+
+
 class Recorded:
     """A metric that keeps what it is told."""
 
@@ -48,7 +58,8 @@ def told(monkeypatch) -> dict[str, list[float]]:
 def counted(rows: int) -> Meter:
     """A meter that has seen one chunk and four seconds."""
     stats = DatasetStats(metadata={}, parent=None)
-    made = Meter(stats, lambda: (2, 200))
+    made = Meter(stats)
+    made.watch(HELD.in_flight)
     made.received(rows)
     made.came(ChunkInfo(rows, 100, 100, read_s=0.5, transform_s=0.25))
     stats.iter_total_blocked_s.add(1.0)
