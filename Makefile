@@ -7,13 +7,17 @@ STAMP := $(VENV)/.installed
 PEERS := $(VENV)/peers
 OLDEST ?= .venv-oldest
 
-.PHONY: train test check docs oldest bench clean
+.PHONY: train test faults check docs oldest bench clean
 
 train: $(STAMP)
 	$(BIN)/python examples/ray_train/digits.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+# What kills processes, fails requests or damages tables on purpose. `make test` runs each of these once, too.
+faults: $(STAMP)
+	$(BIN)/python -m pytest -m faults $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -22,7 +22,6 @@ from ray_lance_stream.plan import StreamPlan
 from ray_lance_stream.reader import ChunkInfo, ReadRequest
 from ray_lance_stream.replaced import WINDOW_POSITIONS, Replaced, stand_ins
 from ray_lance_stream.splits import SplitBlock
-from ray_lance_stream.take import take_rows
 from ray_lance_stream.transform import Stage, name_of
 
 logger = logging.getLogger(__name__)
@@ -193,7 +192,7 @@ class _Step:
         text = f"row {offset}{instead} of table {table.identity} version {table.version}"
         with suppress(StreamError):
             if "id" in table.open().schema.names:
-                text += f" (id={take_rows(table.open(), self._rows[row : row + 1], ['id'])['id'][0].as_py()!r})"
+                text += f" (id={table.take(self._rows[row : row + 1], ['id'])['id'][0].as_py()!r})"
         return text
 
     # ---- replacement

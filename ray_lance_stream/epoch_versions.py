@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ray_lance_stream.errors import TableError
-from ray_lance_stream.table import TableRef, current_options, open_newest
+from ray_lance_stream.table import TableRef
 
 
 class Kept(Protocol):
@@ -49,7 +49,7 @@ def newest_version(table: TableRef) -> int:
     Raises:
         TableError: there is no table any more, or it was made anew.
     """
-    newest: int = open_newest(table.uri, current_options(table.storage_options)).version
+    newest = table.newest_version()
     if newest < table.version:
         raise TableError(
             f"table {table.identity} was made anew: its newest version is {newest}, below the version {table.version} that "

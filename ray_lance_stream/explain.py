@@ -12,7 +12,6 @@ from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.row_lists import driver_lists
 from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.state import skipped_in
-from ray_lance_stream.take import take_rows
 
 
 def step_cycles(plan: ReadPlan, config: StreamConfig, step: int, global_batch_size: int | None) -> CycleRange:
@@ -55,10 +54,10 @@ def column_values(plan: ReadPlan, rows: np.ndarray, column: str) -> list[Any]:
     Raises:
         ConfigError: no such column.
     """
-    dataset = plan.table.open()
-    if column not in dataset.schema.names:
-        raise ConfigError(f"column must be one of {dataset.schema.names}, got {column!r}")
-    return take_rows(dataset, rows, [column])[column].to_pylist()
+    names = plan.table.open().schema.names
+    if column not in names:
+        raise ConfigError(f"column must be one of {names}, got {column!r}")
+    return plan.table.take(rows, [column])[column].to_pylist()
 
 
 def skip_entries(

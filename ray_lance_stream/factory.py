@@ -19,10 +19,11 @@ from ray_lance_stream.order import FEISTEL_1, Order
 from ray_lance_stream.permutation import with_permutation
 from ray_lance_stream.planner import PlanBook, plan_table
 from ray_lance_stream.recorded import recorded_plan
+from ray_lance_stream.remote import check_remote_order
 from ray_lance_stream.source import resolve_columns, table_ref, validate_filter
 from ray_lance_stream.state import StreamState, remedy_for
+from ray_lance_stream.storage_options import StorageOptions
 from ray_lance_stream.stream import LanceStream
-from ray_lance_stream.table import StorageOptions
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ def lance_stream(
             "next_epoch" each epoch takes up the newest version as it begins, the same one on all ranks.
         allow_moved: continue from a state of the same table in another place, or written anew: its uri may differ, its
             schema, row count and fragments must agree.
-        storage_options: object store options; never shown and never saved.
+        storage_options: for the object store, or a picklable function that returns them, which is called again before they
+            expire (docs/object-storage.md); never shown and never saved.
 
     Raises:
         ConfigError: an argument cannot be served.
@@ -117,6 +119,7 @@ def lance_stream(
         resume_states={} if resume_from is None or is_lancedb_state(resume_from) else train.resume_states(resume_from),
     )
     ref = table_ref(table, storage_options)
+    check_remote_order(ref, order, permutation)
     plan = ReadPlan(
         table=ref,
         columns=tuple(resolve_columns(ref, columns)),

@@ -22,9 +22,15 @@ _MAX_TEXT_CHARS = 1000
 _HARMLESS_OPTION = re.compile(
     r"region|endpoint|allow_http|timeout|retr|virtual|express|expires|user_agent|account_name", re.I
 )
-_MIN_SECRET_CHARS = 4
+MIN_SECRET_CHARS = 4
 _QUERY_VALUE = re.compile(r"(?<=[?&])([\w.%-]+)=[^&#\s'\",)]+")
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
+# How Lance puts that an object store knows the credentials no more, or never did.
+_REFUSED = re.compile(
+    r"status code: 40[13]|necessary privileges|Unauthenticated|ExpiredToken|InvalidToken|InvalidAccessKeyId"
+)
+# What its object store gave up after retries, or lost in the middle of an answer.
+_PASSING = re.compile(r"retries, max_retries|HTTP error")
 _RUST_LOCATION = re.compile(r",?\s*/\S+\.rs:\d+(:\d+)?")
 
 
@@ -38,7 +44,7 @@ def secrets_of(uri: str, options: Mapping[str, str] | None) -> set[str]:
     for pair in uri.partition("?")[2].partition("#")[0].split("&"):
         found.add(pair.partition("=")[2])
     found |= {unquote(value) for value in found}
-    return {value for value in found if len(value) >= _MIN_SECRET_CHARS}
+    return {value for value in found if len(value) >= MIN_SECRET_CHARS}
 
 
 def redact(text: str, secrets: Collection[str]) -> str:
@@ -48,6 +54,21 @@ def redact(text: str, secrets: Collection[str]) -> str:
     text = _USER_INFO.sub("***@", _QUERY_VALUE.sub(r"\1=***", text))
     text = _RUST_LOCATION.sub("", text).strip()
     return text if len(text) <= _MAX_TEXT_CHARS else text[:_MAX_TEXT_CHARS] + "..."
+
+
+def is_refusal(text: str) -> bool:
+    """Whether a failure of Lance is one of credentials."""
+    return bool(_REFUSED.search(text))
+
+
+def is_passing(text: str) -> bool:
+    """Whether a failure of Lance is one of the way to the object store, and not of what lies there."""
+    return bool(_PASSING.search(text))
+
+
+def is_cut_listing(text: str) -> bool:
+    """Whether a failure of Lance is a listing whose answer ended in its middle."""
+    return "list response body" in text
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:

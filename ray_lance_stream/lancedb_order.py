@@ -18,7 +18,8 @@ from ray_lance_stream.failures import guarded, secrets_of
 from ray_lance_stream.order import LANCEDB
 from ray_lance_stream.permutation import listed_splits
 from ray_lance_stream.row_ids import offsets_of
-from ray_lance_stream.table import TableRef, current_options
+from ray_lance_stream.storage_options import current_options
+from ray_lance_stream.table import TableRef
 
 # As in lancedb.streaming: the builder's seed of an epoch is shuffle_seed + epoch * EPOCH_FACTOR, an unsigned 64-bit number.
 EPOCH_FACTOR = 100_003

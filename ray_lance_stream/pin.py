@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray_lance_stream.errors import ConfigError, TableError
 from ray_lance_stream.failures import guarded, secrets_of
-from ray_lance_stream.table import TableRef, current_options, open_newest
+from ray_lance_stream.remote import RemoteTableRef
+from ray_lance_stream.storage_options import current_options
+from ray_lance_stream.table import TableRef, open_newest
 
 if TYPE_CHECKING:
     import lance
@@ -118,6 +120,10 @@ class Pin:
     def __init__(self, table: TableRef, tag: str) -> None:
         if not isinstance(tag, str) or not tag:
             raise ConfigError(f"tag must be a name such as that of the run, got {tag!r}")
+        if isinstance(table, RemoteTableRef):
+            raise ConfigError(
+                f"pin() takes a table that Lance opens itself, got {table!r}: tag its version in the service"
+            )
         self.held_as = PinnedAs(tag, uuid.uuid4().hex)
         self._table = table
         self.held_as.hold(table)

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from ray_lance_stream.config import ReadPlan, Shared
-from ray_lance_stream.content import content_of
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.pin import PinnedAs
 from ray_lance_stream.source import count_rows, match_rows, resolve_columns, sample_row_bytes, validate_filter
@@ -50,7 +49,7 @@ def plan_table(plan: ReadPlan) -> ReadPlan:
         plan,
         order=replace(plan.order, num_rows=num_rows),
         matched=matched,
-        content=content_of(table.open()),
+        content=table.content(),
         row_bytes=sample_row_bytes(table, list(plan.columns), num_rows),
     )
 

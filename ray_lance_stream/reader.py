@@ -23,7 +23,6 @@ from ray_lance_stream.failures import attempt
 from ray_lance_stream.plan import StreamPlan
 from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.table import TableRef
-from ray_lance_stream.take import take_rows
 
 if TYPE_CHECKING:
     from ray_lance_stream.replaced import Replaced
@@ -75,8 +74,7 @@ class ReadRequest:
 
     def take(self, rows: np.ndarray) -> pa.Table:
         """Rows of the table by their offsets."""
-        table = self.plan.table
-        return take_rows(table.open(), rows, list(self.plan.columns), table.open_uring)
+        return self.plan.table.take(rows, list(self.plan.columns))
 
 
 @dataclass(frozen=True)

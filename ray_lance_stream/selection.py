@@ -23,7 +23,7 @@ _PROGRESS_DELAY_S = 1.5
 _SCAN_BUFFER_BYTES = 128 * 2**20
 
 # Meta columns that `take` can return; it fails on the others that a scan knows.
-_META_COLUMNS = ("_rowid", "_rowaddr", "_rowoffset")
+META_COLUMNS = ("_rowid", "_rowaddr", "_rowoffset")
 _UNREADABLE_META_COLUMNS = ("_row_created_at_version", "_row_last_updated_at_version")
 # Functions whose value changes from scan to scan, looked for outside of quotes.
 _SQL_QUOTED = re.compile(r"'(?:[^']|'')*'|`[^`]*`|\"[^\"]*\"|--[^\n]*")
@@ -54,7 +54,7 @@ def check_columns(dataset: lance.LanceDataset, columns: Sequence[str] | None, wh
     unreadable = sorted(set(columns) & set(_UNREADABLE_META_COLUMNS))
     if unreadable:
         raise ConfigError(f"columns must be readable by row, got {unreadable}, which Lance returns from scans only")
-    known = [*_field_paths(dataset.schema), *_META_COLUMNS]
+    known = [*_field_paths(dataset.schema), *META_COLUMNS]
     unknown = [name for name in columns if name not in known]
     if unknown:
         by_lower = {name.lower(): name for name in reversed(known)}
@@ -70,8 +70,8 @@ def check_columns(dataset: lance.LanceDataset, columns: Sequence[str] | None, wh
     return list(columns)
 
 
-def check_filter(dataset: lance.LanceDataset, filter: str, where: str) -> None:
-    """See `validate_filter`."""
+def check_filter_text(filter: str) -> None:
+    """The part of `validate_filter` that takes no table."""
     if not isinstance(filter, str) or not filter.strip():
         raise ConfigError(f"filter must be an SQL condition such as 'id > 3', got {filter!r}: pass None for all rows")
     volatile = _VOLATILE_SQL.search(_SQL_QUOTED.sub("''", filter))
@@ -80,6 +80,11 @@ def check_filter(dataset: lance.LanceDataset, filter: str, where: str) -> None:
             f"filter must match the same rows whenever it is scanned, got {filter!r} with {volatile[0]!r}: write the "
             "value as a literal, or select the rows into a column first"
         )
+
+
+def check_filter(dataset: lance.LanceDataset, filter: str, where: str) -> None:
+    """See `validate_filter`."""
+    check_filter_text(filter)
     guarded(
         dataset.scanner(columns=["_rowoffset"], filter=filter, limit=0).explain_plan,
         f"filter must be an SQL condition on columns of {where}, got {filter!r}",

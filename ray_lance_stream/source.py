@@ -12,16 +12,10 @@ import pyarrow as pa
 
 from ray_lance_stream.errors import ConfigError, ReadError, TableError
 from ray_lance_stream.failures import attempt, guarded, secrets_of
+from ray_lance_stream.remote import RemoteTableRef, remote_ref
 from ray_lance_stream.selection import check_columns, check_filter, scan_offsets
-from ray_lance_stream.table import (
-    StorageOptions,
-    TableRef,
-    check_options,
-    current_options,
-    open_newest,
-    public_uri,
-)
-from ray_lance_stream.take import take_rows
+from ray_lance_stream.storage_options import StorageOptions, check_options, current_options
+from ray_lance_stream.table import TableRef, open_newest, public_uri
 
 _SAMPLED_ROWS = 16
 _ACCEPTED = "pass a LanceDB table, a lance.LanceDataset, or the path or URI of a Lance dataset"
@@ -76,8 +70,9 @@ def _checked_uri(uri: Any) -> str:
         )
     if scheme == "db" and is_uri:
         raise ConfigError(
-            f"remote LanceDB tables are not supported yet, got {public_uri(uri)}: pass the URI of the Lance dataset "
-            "in your object store"
+            f"a remote LanceDB table must be given as the table itself, which holds its connection, got "
+            f"{public_uri(uri)}: pass lancedb.connect(<db:// URI>, api_key=...).open_table(<name>), or the URI of the "
+            "Lance dataset in your object store"
         )
     # Workers run in other folders.
     return uri if is_uri else os.path.abspath(os.path.expanduser(uri))
@@ -117,15 +112,17 @@ def _branch_uri(uri: str, branch: str) -> str:
 
 
 def _ref_from_lancedb(table: Any, storage_options: StorageOptions) -> TableRef:
+    from lancedb.remote.table import RemoteTable
     from lancedb.table import LanceTable
 
     kind = type(table).__qualname__
-    if not isinstance(table, LanceTable):
-        if "Remote" in kind:
+    if isinstance(table, RemoteTable):
+        if storage_options is not None:
             raise ConfigError(
-                f"remote LanceDB tables are not supported yet, got {kind}: pass the URI of the Lance dataset in your "
-                "object store"
+                "storage_options must not be given with a remote table: its connection holds what it takes"
             )
+        return remote_ref(table)
+    if not isinstance(table, LanceTable):
         raise ConfigError(f"table must be a synchronous LanceDB table, got {kind}: open it with lancedb.connect()")
     uri, version, branch = guarded(
         lambda: (table.uri, table.version, table.current_branch()),
@@ -149,6 +146,8 @@ def resolve_columns(ref: TableRef, columns: Sequence[str] | None) -> list[str]:
     Raises:
         ConfigError: an unknown or repeated column, or none.
     """
+    if isinstance(ref, RemoteTableRef):
+        return ref.check_columns(columns)
     return check_columns(ref.open(), columns, f"table {ref.identity}")
 
 
@@ -158,11 +157,15 @@ def validate_filter(ref: TableRef, filter: str) -> None:
     Raises:
         ConfigError: with Lance's reason.
     """
-    check_filter(ref.open(), filter, f"table {ref.identity}")
+    if isinstance(ref, RemoteTableRef):
+        return ref.check_filter(filter)
+    return check_filter(ref.open(), filter, f"table {ref.identity}")
 
 
 def count_rows(ref: TableRef, filter: str | None = None) -> int:
     """Live rows of the version, those that match the filter: deleted rows do not count."""
+    if isinstance(ref, RemoteTableRef):
+        return ref.count_rows(filter)
     action = f"the rows of {ref!r} cannot be counted"
     return int(guarded(lambda: ref.open().count_rows(filter), action, ReadError, _secrets(ref)))
 
@@ -172,6 +175,8 @@ def match_rows(ref: TableRef, filter: str, *, progress: bool = True) -> np.ndarr
 
     One scan of the filter's columns, with a progress bar if it takes more than a moment.
     """
+    if isinstance(ref, RemoteTableRef):
+        return ref.match_rows(filter)
     dataset = ref.open()
     action = f"the rows of {ref!r} that match filter={filter!r} cannot be found"
     return guarded(lambda: scan_offsets(dataset, filter, progress), action, ReadError, _secrets(ref))
@@ -179,7 +184,7 @@ def match_rows(ref: TableRef, filter: str, *, progress: bool = True) -> np.ndarr
 
 def projected_schema(ref: TableRef, columns: list[str]) -> pa.Schema:
     """Schema of what `take_rows` returns."""
-    return take_rows(ref.open(), np.empty(0, np.int64), columns).schema
+    return ref.take(np.empty(0, np.int64), columns).schema
 
 
 def sample_row_bytes(ref: TableRef, columns: list[str], num_rows: int) -> int:
@@ -188,7 +193,7 @@ def sample_row_bytes(ref: TableRef, columns: list[str], num_rows: int) -> int:
     if num_rows < 1:
         return 1
     rows = np.unique(np.linspace(0, num_rows - 1, _SAMPLED_ROWS).astype(np.int64))
-    num_bytes: int = take_rows(ref.open(), rows, columns).nbytes
+    num_bytes: int = ref.take(rows, columns).nbytes
     return max(1, math.ceil(num_bytes / len(rows)))
 
 

@@ -15,28 +15,35 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import numpy as np
 
+from ray_lance_stream.content import TableContent, content_of
 from ray_lance_stream.errors import ConfigError, ReadError, TableError, VersionNotFoundError
-from ray_lance_stream.failures import attempt, chained, guarded, redact, secrets_of
-from ray_lance_stream.take import KEEP_VERSION_REMEDY
+from ray_lance_stream.failures import attempt, chained, guarded, is_cut_listing, is_refusal, redact, secrets_of
+from ray_lance_stream.storage_options import (
+    StorageOptions,
+    check_options,
+    current_options,
+    renewal_time_s,
+    with_retries,
+)
+from ray_lance_stream.take import KEEP_VERSION_REMEDY, take_rows
 
 if TYPE_CHECKING:
     import lance
+    import pyarrow as pa
 
 logger = logging.getLogger(__name__)
-
-StorageOptions: TypeAlias = Mapping[str, str] | Callable[[], Mapping[str, str]] | None
 
 # Azure puts the name of the container, which is no secret, where other URIs have user and password.
 _CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")
 _MAX_OPEN_TABLES = 16
+_LISTINGS = 4  # the answer to a listing that is cut in the middle is the one thing that Lance does not ask for again
 # Lance's second reader of local files. It is asked for many small reads at once with few system calls.
 _URING = "file+uring://"
-_EXPIRY_MARGIN_S = 60.0
 
 
 def public_uri(uri: str) -> str:
@@ -77,7 +84,7 @@ class TableRef:
             check_options(self.storage_options)
 
     def __repr__(self) -> str:
-        return f"TableRef({self.identity!r}, version={self.version})"
+        return f"{type(self).__name__}({self.identity!r}, version={self.version})"
 
     @property
     def is_local(self) -> bool:
@@ -101,59 +108,55 @@ class TableRef:
             TableError: no such table, or it cannot be reached.
             VersionNotFoundError: the table is there, the version is gone.
         """
-        return _open_tables.get(self, fresh)
+        return open_tables.get(self, fresh)
 
     def open_uring(self) -> lance.LanceDataset | None:
         """The dataset as Lance reads it through io_uring, from this process's cache.
 
         None where the table is no local path, or a first read fails: many containers forbid io_uring.
         """
-        return _open_tables.get_uring(self)
+        return open_tables.get_uring(self)
 
+    def newest_version(self) -> int:
+        """The newest version of the table.
 
-def check_options(options: Any) -> None:
-    """Refuse what is not a mapping of strings, without showing any value."""
-    if options is not None and not isinstance(options, Mapping):
-        raise ConfigError(
-            "storage_options must be a mapping of strings, or a callable that returns one, got "
-            f"{type(options).__name__}"
-        )
-    for key, value in (options or {}).items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise ConfigError(f"storage_options must map strings to strings, got {type(value).__name__} for {key!r}")
+        Raises:
+            TableError: there is no table any more, or it cannot be reached.
+        """
+        return int(open_newest(self.uri, current_options(self.storage_options)).version)
 
+    def content(self) -> TableContent | None:
+        """The fingerprints of the version; None where they cannot be had."""
+        return content_of(self.open())
 
-def current_options(options: StorageOptions) -> dict[str, str]:
-    """Today's storage options. An error of the callable shows where it arose, not its text, which may hold a secret."""
-    if not callable(options):
-        return dict(options or {})
-    result, failure = attempt(options)
-    if failure is not None:
-        frame = failure.__traceback__
-        while frame is not None and frame.tb_next is not None:
-            frame = frame.tb_next
-        where = f" at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else ""
-        raise TableError(
-            f"the storage_options callable raised {type(failure).__name__}{where}; its message is withheld, as it may "
-            f"hold credentials: call it on its own to see it"
-        )
-    check_options(result)
-    return dict(result or {})
+    def take(self, rows: np.ndarray, columns: list[str]) -> pa.Table:
+        """The rows at int64[n] offsets, in the given order; see take_rows.
+
+        Options from a callable are asked for again, once, where the object store refuses those in use.
+        """
+        dataset = self.open()
+        try:
+            return take_rows(dataset, rows, columns, self.open_uring)
+        except ReadError as error:
+            if not callable(self.storage_options) or not is_refusal(str(error)):
+                raise
+        logger.info("table %s: the object store refuses the storage options in use, the callable is asked again", self)
+        return take_rows(self.open(fresh=self.open() is dataset), rows, columns)  # unless another thread was first
 
 
 @dataclass(frozen=True)
-class _OpenTable:
+class OpenTable:
     dataset: lance.LanceDataset | None  # None: io_uring does not work here
     options: Mapping[str, str] | None  # None: from a callable
     renew_at_s: float
 
 
-class _OpenTables:
+class OpenTables:
     """Least recently used open tables of this process. Opened one at a time: a second caller gets the first's."""
 
     def __init__(self) -> None:
         # By process id, then by (uri, version, whether through io_uring).
-        self._tables: dict[int, OrderedDict[tuple[str, int, bool], _OpenTable]] = {}
+        self._tables: dict[int, OrderedDict[tuple[str, int, bool], OpenTable]] = {}
         self._lock = threading.RLock()
         # A lock held by another thread when the process forks would stay locked for ever in the child. What the parent
         # opened stays where it is: closing it would run Lance code.
@@ -162,27 +165,28 @@ class _OpenTables:
     def get(self, ref: TableRef, fresh: bool) -> lance.LanceDataset:
         given = None if callable(ref.storage_options) else dict(ref.storage_options or {})
 
-        def is_usable(found: _OpenTable) -> bool:
+        def is_usable(found: OpenTable) -> bool:
             return not fresh and found.options == given and time.time() < found.renew_at_s
 
-        def open_table() -> _OpenTable:
+        def open_table() -> OpenTable:
             options = current_options(ref.storage_options)
-            renew_at_s = _renewal_time_s(options) if given is None else np.inf
-            return _OpenTable(_open(ref, options), given, renew_at_s)
+            renew_at_s = renewal_time_s(options) if given is None else np.inf
+            return OpenTable(_open(ref, options), given, renew_at_s)
 
-        return self._get((ref.uri, ref.version, False), is_usable, open_table)
+        return self.find((ref.uri, ref.version, False), is_usable, open_table)
 
     def get_uring(self, ref: TableRef) -> lance.LanceDataset | None:
-        return self._get(
-            (ref.uri, ref.version, True), lambda _: True, lambda: _OpenTable(_open_uring(ref), None, np.inf)
+        return self.find(
+            (ref.uri, ref.version, True), lambda _: True, lambda: OpenTable(_open_uring(ref), None, np.inf)
         )
 
-    def _get(
+    def find(
         self,
         key: tuple[str, int, bool],
-        is_usable: Callable[[_OpenTable], bool],
-        open_table: Callable[[], _OpenTable],
+        is_usable: Callable[[OpenTable], bool],
+        open_table: Callable[[], OpenTable],
     ) -> Any:
+        """The table that is open under a key and usable, or one opened now."""
         with self._lock:
             tables = self._tables.setdefault(os.getpid(), OrderedDict())
             found = tables.get(key)
@@ -194,16 +198,7 @@ class _OpenTables:
             return found.dataset
 
 
-_open_tables = _OpenTables()
-
-
-def _renewal_time_s(options: Mapping[str, str]) -> float:
-    """When to ask for new options: a minute, or a quarter of their life, before they expire."""
-    text = options.get("expires_at_millis", "")
-    if not text.isdigit():
-        return np.inf
-    expires_s, now_s = int(text) / 1000, time.time()
-    return expires_s - min(_EXPIRY_MARGIN_S, (expires_s - now_s) / 4)
+open_tables = OpenTables()
 
 
 def _open_uring(ref: TableRef) -> lance.LanceDataset | None:
@@ -230,9 +225,7 @@ def _open_uring(ref: TableRef) -> lance.LanceDataset | None:
 
 def _open(ref: TableRef, options: dict[str, str]) -> lance.LanceDataset:
     """Open a version, and where that fails find out whether the table or just the version is missing."""
-    import lance
-
-    dataset, failure = attempt(lambda: lance.dataset(ref.uri, version=ref.version, storage_options=options or None))
+    dataset, failure = attempt(lambda: _opened(ref.uri, options, ref.version))
     if dataset is not None:
         return dataset
     assert failure is not None
@@ -247,11 +240,28 @@ def _open(ref: TableRef, options: dict[str, str]) -> lance.LanceDataset:
     raise chained(TableError(message), failure, secrets)
 
 
-def open_newest(uri: str, options: Mapping[str, str]) -> lance.LanceDataset:
+def _opened(uri: str, options: Mapping[str, str], version: int | None = None) -> lance.LanceDataset:
     import lance
 
+    options = with_retries(uri, options)
+    for _ in range(_LISTINGS):
+        dataset, failure = attempt(lambda: lance.dataset(uri, version=version, storage_options=options or None))
+        if failure is None or not is_cut_listing(str(failure)):
+            break
+    if failure is not None:
+        raise failure
+    assert dataset is not None
+    return dataset
+
+
+def open_newest(uri: str, options: Mapping[str, str]) -> lance.LanceDataset:
+    """The newest version.
+
+    Raises:
+        TableError: there is no table, or it cannot be reached.
+    """
     return guarded(
-        lambda: lance.dataset(uri, storage_options=dict(options) or None),
+        lambda: _opened(uri, options),
         f"no Lance dataset can be opened at {public_uri(uri)}; for a LanceDB table pass the table, or its folder "
         f"<database>/<name>.lance rather than the database's",
         TableError,

@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream.blobs import blob_fields, read_blobs
+from ray_lance_stream.damage import unreadable_files
 from ray_lance_stream.decode import decoded
 from ray_lance_stream.errors import ReadError, StreamError, VersionNotFoundError
-from ray_lance_stream.failures import attempt, chained, redact, secrets_of
+from ray_lance_stream.failures import attempt, chained, is_passing, is_refusal, redact, secrets_of
 
 if TYPE_CHECKING:
     import lance
@@ -104,7 +105,7 @@ def _read_plain(
         first, stop = int(rows.min()), int(rows.max()) + 1
         table = dataset.scanner(columns=columns, offset=first, limit=stop - first, scan_in_order=True).to_table()
         if len(table) == stop - first:  # else there are no such rows, which `take` says
-            return _arrange(table, rows - first, columns)
+            return arranged(table, rows - first, columns)
     rows, restore = _sorted(rows)
     starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # where each run of consecutive offsets begins
     is_nested = any("." in name for name in columns)
@@ -114,7 +115,7 @@ def _read_plain(
     else:
         is_scattered = len(rows) < MAX_URING_RUN_ROWS * len(starts)
         table = _take_sorted(dataset, rows, columns, open_uring() if is_scattered else None)
-    return _arrange(table, restore, columns)
+    return arranged(table, restore, columns)
 
 
 def _is_dense(dataset: lance.LanceDataset, rows: np.ndarray, columns: list[str]) -> bool:
@@ -172,7 +173,7 @@ def _take_sorted(
     return dataset.take(offsets, columns=columns)
 
 
-def _arrange(table: pa.Table, restore: np.ndarray | None, columns: list[str]) -> pa.Table:
+def arranged(table: pa.Table, restore: np.ndarray | None, columns: list[str]) -> pa.Table:
     """The rows back in the order asked for, in one piece per column, and the columns as named."""
     table = decoded(_named(table, columns))
     if restore is not None:
@@ -214,7 +215,8 @@ def _raise_read_error(
         raise failure
     secrets = secrets_of(dataset.uri, dataset.initial_storage_options)
     text = redact(str(failure), secrets)
-    message = f"{len(rows)} rows of {_where(dataset)} could not be read: {text}"
+    which = f"{len(rows)} rows of {_where(dataset)}" + (f", offsets {rows.min()} to {rows.max()}," if len(rows) else "")
+    message = f"{which} could not be read: {text}"
     error: type[StreamError] = ReadError
     if "not found:" in text.lower():
         error, message = VersionNotFoundError, f"{message}. {KEEP_VERSION_REMEDY}"
@@ -223,6 +225,8 @@ def _raise_read_error(
         message += f" ({', '.join(columns)}): read fewer rows at once, or store it as large_string or large_binary"
     elif "non-existent fragment" in text:
         message += f". Offsets must be below the {dataset.count_rows()} live rows, got up to {rows.max()}"
+    elif not is_refusal(text) and not is_passing(text) and (files := unreadable_files(dataset, rows, columns)):
+        message += f". Damaged or unreadable: {', '.join(files)}; restore the file, or pin a version without it"
     raise chained(error(message), failure, secrets)
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from ray_lance_stream import ConfigError, TableError, lance_stream
-from ray_lance_stream.source import take_rows
+from ray_lance_stream.take import take_rows
 
 
 def rows(num_rows: int, start: int = 0) -> pa.Table:

@@ -33,9 +33,10 @@ from ray_lance_stream.source import (
     resolve_columns,
     sample_row_bytes,
     table_ref,
-    take_rows,
     validate_filter,
 )
+from ray_lance_stream.storage_options import with_retries
+from ray_lance_stream.take import take_rows
 
 SECRET = "s3cr3t-v4lue"
 
@@ -201,7 +202,7 @@ def test_a_dataset_whose_table_was_made_anew(path: str) -> None:
         (17, "got builtins.int"),
         ("", "non-empty string"),
         ("memory://x.lance", r"in-memory table memory://x\.lance: create it with lancedb\.connect"),
-        ("db://project/x", "remote LanceDB tables are not supported yet.*pass the URI"),
+        ("db://project/x", r"given as the table itself.*got db://project/x: pass lancedb\.connect.*or the URI of"),
     ],
 )
 def test_what_is_no_table(table: Any, text: str) -> None:
@@ -210,14 +211,10 @@ def test_what_is_no_table(table: Any, text: str) -> None:
 
 
 def test_lancedb_tables_that_other_processes_cannot_open(tmp_path: Path) -> None:
-    from lancedb.remote.table import RemoteTable
-
     with pytest.raises(ConfigError, match="in-memory"):
         table_ref(lancedb.connect("memory://").create_table("x", ids(3)))
     with pytest.raises(ConfigError, match="got AsyncTable: open it with"):
         table_ref(object.__new__(lancedb.table.AsyncTable))
-    with pytest.raises(ConfigError, match="remote LanceDB tables are not supported yet, got RemoteTable"):
-        table_ref(object.__new__(RemoteTable))
     with pytest.raises(ConfigError, match="got LanceDBConnection"):
         table_ref(lancedb.connect(tmp_path))
 
@@ -430,6 +427,35 @@ def test_options_are_renewed_before_they_expire(path: str, monkeypatch: pytest.M
     now_s += 2
     ref.open()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("uri", "given", "retries"),
+    [
+        ("s3://b/t", {}, "1000"),
+        ("gs://b/t", {"k": "v"}, "1000"),
+        ("abfss://c@a.dfs.core.windows.net/t", {}, "1000"),
+        ("s3://b/t", {"client_max_retries": "2"}, "2"),
+        ("s3://b/t", {"CLIENT_MAX_RETRIES": "2"}, None),
+        ("/data/t", {}, None),
+        ("hf://datasets/t", {}, None),
+    ],
+)
+def test_object_stores_get_more_retries_than_lance_gives_them(
+    uri: str, given: dict[str, str], retries: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[dict[str, str]] = []
+    monkeypatch.setattr(
+        lance, "dataset", lambda uri, **options: passed.append(options["storage_options"] or {}) or "it"
+    )
+    ref = TableRef(uri, 1, given)
+    ref.open(fresh=True)
+    assert passed[0].get("client_max_retries") == retries
+    assert given.items() <= passed[0].items()
+    assert ref.storage_options == given
+    monkeypatch.setenv("OBJECT_STORE_CLIENT_MAX_RETRIES", "3")
+    monkeypatch.setenv("LANCE_AIMD_MAX_RETRIES", "3")
+    assert not {"client_max_retries", "lance_aimd_max_retries"} & (set(with_retries(uri, given)) - set(given))
 
 
 # io_uring

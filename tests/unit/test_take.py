@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ray_lance_stream import selection
 from ray_lance_stream import take as take_module
 from ray_lance_stream.errors import ConfigError, ReadError, TableError, VersionNotFoundError
-from ray_lance_stream.failures import attempt, guarded, redact, secrets_of
+from ray_lance_stream.failures import attempt, guarded, is_passing, is_refusal, redact, secrets_of
 from ray_lance_stream.selection import scan_offsets
 from ray_lance_stream.take import take_rows
 
@@ -381,7 +381,7 @@ def test_a_short_result_is_an_error(uneven: lance.LanceDataset, monkeypatch: pyt
 def test_files_removed_under_an_open_dataset(tmp_path: Path) -> None:
     dataset = lance.write_dataset(ids(100), str(tmp_path / "t.lance"))
     shutil.rmtree(tmp_path / "t.lance" / "data")
-    with pytest.raises(VersionNotFoundError, match=r"t\.lance version 1 could not be read.*tag it"):
+    with pytest.raises(VersionNotFoundError, match=r"t\.lance version 1, offsets 3 to 3, could not be read.*tag it"):
         take_rows(dataset, np.array([3]), ["id"])
 
 
@@ -389,7 +389,7 @@ def test_joining_more_bytes_than_32_bit_offsets_hold_is_an_error(monkeypatch: py
     monkeypatch.setattr(take_module, "_MAX_CHUNK_BYTES", 10)
     table = pa.table({"s": pa.chunked_array([["abcdefgh"], ["ijklmnop"]])})
     with pytest.raises(ReadError, match=r"at most 10 bytes of a string column, got \d+ bytes of 's' in 2 rows"):
-        take_module._arrange(table, np.array([1, 0]), ["s"])
+        take_module.arranged(table, np.array([1, 0]), ["s"])
 
 
 def test_overflow_in_lance_names_the_remedy(uneven: lance.LanceDataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,3 +496,20 @@ def test_progress_shows_only_for_long_scans(
     assert "finding rows" in capsys.readouterr().err
     scan_offsets(uneven, "id > 3", progress=False)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "refused", "passing"),
+    [
+        ("Server returned non-2xx status code: 403 Forbidden: <Error>", True, False),
+        ("Server returned non-2xx status code: 401 Unauthorized", True, False),
+        ("status code: 400 Bad Request: <Code>ExpiredToken</Code>", True, False),
+        ("The operation lacked the necessary privileges to complete for path t/data/x.lance", True, False),
+        ("GET http://h/403/x after 20 retries, max_retries: 20, retry_timeout: 20s - status code: 503", False, True),
+        ("Generic S3 error: HTTP error: request or response body error", False, True),
+        ("Not found: t/data/401.lance", False, False),
+        ("Generic LocalFileSystem error: failed to fill whole buffer", False, False),
+    ],
+)
+def test_kinds_of_failures(text: str, refused: bool, passing: bool) -> None:
+    assert (is_refusal(text), is_passing(text)) == (refused, passing)
