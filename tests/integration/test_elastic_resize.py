@@ -47,6 +47,7 @@ def nodes() -> Iterator[Cluster]:
     """A head without CPUs and one node of two CPUs, on one machine."""
     # Ray Train still counts the CPUs of a killed node for a while, and waits this long for workers there.
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "15"
+    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "1"
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 200 << 20})
     ray.init(address=cluster.address)
     cluster.add_node(num_cpus=2, object_store_memory=200 << 20)
