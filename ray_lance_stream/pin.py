@@ -33,12 +33,15 @@ _VERSION = "ray_lance_stream.version"
 
 @dataclass(frozen=True)
 class PinnedAs:
-    """Under which tag versions are kept, and by whom: the one who took the tag over last removes it."""
+    """Under which tag versions are kept, and by whom: the one who took the tag over last removes it.
+
+    The tag without a version in its name is there from the beginning of a pin to its end, and says whose it is.
+    """
 
     tag: str
     owner: str
 
-    def hold(self, table: TableRef) -> None:
+    def begin(self, table: TableRef) -> None:
         """Have the version of `table` kept: under the tag, or where that names another one, under `<tag>-v<version>`.
 
         Tags of an earlier run under this name, which did not come to its end, are taken over with their versions: they
@@ -50,18 +53,44 @@ class PinnedAs:
             VersionNotFoundError: the version is gone.
         """
         dataset = table.open(fresh=True)
-        tags = _tags(table, dataset)
-        for name, found in tags.items():
+        for name, found in _tags(table, dataset).items():
             if self._is_of_this_name(found) and found["metadata"][_OWNER] != self.owner:
                 self._mark(table, dataset, name, found["version"])
+        self._keep(table, dataset, _tags(table, dataset))
+
+    def hold(self, table: TableRef) -> None:
+        """Have another version kept by a pin that has begun; one that has ended keeps nothing more. Errors as `begin`.
+
+        Never takes a tag from a run that came later: whoever asks may belong to one that was thought dead.
+        """
+        dataset = table.open(fresh=True)
+        tags = _tags(table, dataset)
+        made = self._keep(table, dataset, tags) if self.tag in tags else None
+        tags = _tags(table, dataset)
+        if self.tag in tags:
+            return
+        if made is not None and made in tags:  # the pin was closed meanwhile, before it could see this one
+            _delete(table, dataset, made)
+        logger.warning(
+            "version %d of table %s is not kept: tag %r is gone, so the pin was closed, or somebody removed it",
+            table.version,
+            table.identity,
+            self.tag,
+        )
+
+    def _keep(self, table: TableRef, dataset: lance.LanceDataset, tags: Mapping[str, Any]) -> str | None:
+        """Returns the name of the tag, if one had to be made."""
         for name in (self.tag, f"{self.tag}-v{table.version}"):
             if name not in tags:
                 create = partial(dataset.tags.create, name, table.version)
                 _guarded(table, dataset, f"tag {name!r} cannot be made", create)
                 self._mark(table, dataset, name, table.version)
-                return
+                return name
             if tags[name]["version"] == table.version and _leads_to(dataset, name):
-                return
+                is_of_earlier_run = self._is_of_this_name(tags[name]) and not self._is_ours(tags[name])
+                if is_of_earlier_run and self._is_ours(tags[self.tag]):
+                    self._mark(table, dataset, name, table.version)
+                return None
             if not self._is_of_this_name(tags[name]):
                 branch = tags[name]["branch"]
                 named = f"version {tags[name]['version']}" + (f" of branch {branch!r}" if branch else "")
@@ -69,22 +98,30 @@ class PinnedAs:
                     f"tag must be a name of its own, but {name!r} of table {table.identity} names {named}, not version "
                     f"{table.version}, and is not as pin() has made it: choose another name"
                 )
+        return None
 
     def release(self, table: TableRef) -> None:
-        """Remove the tags that are still as this owner has made them or taken them over."""
+        """Remove the tags that are still as this owner has made them or taken them over.
+
+        The one that says whose they are goes first: what is held meanwhile is found here then, or let go by `hold`.
+        """
         dataset = open_newest(table.uri, current_options(table.storage_options))
-        for name, found in _tags(table, dataset).items():
-            if found["metadata"].get(_TAG) != self.tag:
-                continue
-            if self._is_of_this_name(found) and found["metadata"][_OWNER] == self.owner:
-                _guarded(table, dataset, f"tag {name!r} cannot be removed", partial(dataset.tags.delete, name))
-            else:
-                logger.warning("tag %r of table %s stays: somebody else has taken it over", name, table.identity)
+        for is_first in (True, False):
+            for name, found in _tags(table, dataset).items():
+                if found["metadata"].get(_TAG) != self.tag or (name == self.tag) is not is_first:
+                    continue
+                if self._is_ours(found):
+                    _delete(table, dataset, name)
+                else:
+                    logger.warning("tag %r of table %s stays: somebody else has taken it over", name, table.identity)
 
     def _is_of_this_name(self, found: Mapping[str, Any]) -> bool:
         """Whether a tag was made by a pin of this name, and names the version that it did then."""
         mark = found["metadata"]
         return mark.get(_TAG) == self.tag and mark.get(_VERSION) == str(found["version"]) and _OWNER in mark
+
+    def _is_ours(self, found: Mapping[str, Any]) -> bool:
+        return self._is_of_this_name(found) and found["metadata"][_OWNER] == self.owner
 
     def _mark(self, table: TableRef, dataset: lance.LanceDataset, name: str, version: int) -> None:
         mark = {_TAG: self.tag, _OWNER: self.owner, _VERSION: str(version)}
@@ -94,6 +131,14 @@ class PinnedAs:
 
 def _tags(table: TableRef, dataset: lance.LanceDataset) -> dict[str, Any]:
     return _guarded(table, dataset, "tags cannot be listed", dataset.tags.list)
+
+
+def _delete(table: TableRef, dataset: lance.LanceDataset, name: str) -> None:
+    try:
+        _guarded(table, dataset, f"tag {name!r} cannot be removed", partial(dataset.tags.delete, name))
+    except TableError:
+        if name in _tags(table, dataset):  # else it was removed at the same time
+            raise
 
 
 def _leads_to(dataset: lance.LanceDataset, name: str) -> bool:
@@ -115,9 +160,10 @@ class Pin:
     Args:
         table: the pinned version.
         tag: name of the tag.
+        ended: called when the run has come to its end, before the tags go: nothing is to be kept for it any more.
     """
 
-    def __init__(self, table: TableRef, tag: str) -> None:
+    def __init__(self, table: TableRef, tag: str, ended: Callable[[PinnedAs], None]) -> None:
         if not isinstance(tag, str) or not tag:
             raise ConfigError(f"tag must be a name such as that of the run, got {tag!r}")
         if isinstance(table, RemoteTableRef):
@@ -126,7 +172,8 @@ class Pin:
             )
         self.held_as = PinnedAs(tag, uuid.uuid4().hex)
         self._table = table
-        self.held_as.hold(table)
+        self._ended = ended
+        self.held_as.begin(table)
 
     @property
     def tag(self) -> str:
@@ -138,6 +185,7 @@ class Pin:
 
     def close(self) -> None:
         """The run has come to its end and will not be resumed: remove its tags. Leaves those that others have made."""
+        self._ended(self.held_as)
         self.held_as.release(self._table)
 
     def __enter__(self) -> Pin:

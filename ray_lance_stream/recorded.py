@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ray_lance_stream.config import ReadPlan, StreamConfig
+from ray_lance_stream.epoch_versions import newest_version
 from ray_lance_stream.errors import ConfigError, StateMismatchError, VersionNotFoundError
 from ray_lance_stream.state import StreamIdentity, StreamState, check_fits
 
@@ -26,6 +27,7 @@ def recorded_plan(
 
     Raises:
         StateMismatchError: another row order, or other rows under the recorded version.
+        TableError: the table is gone.
         VersionNotFoundError: the recorded version is gone.
     """
 
@@ -37,13 +39,16 @@ def recorded_plan(
     now = plan.identity(config.replicas)
     check(now.at(saved.identity))
     is_moved = saved.identity.table_uri != now.table_uri
-    if opens_an_epoch(saved) and config.takes_up_versions and not is_moved:
-        if now.table_version < saved.identity.table_version:
-            raise StateMismatchError(
-                [("table_version", saved.identity.table_version, now.table_version)],
-                "Versions only rise: the table was made anew, or an older version was checked out; pass the table that the "
-                "state names at its newest version, or start anew",
+    if opens_an_epoch(saved) and config.takes_up_versions:
+        if is_moved:
+            logger.warning(
+                "the table of the saved state, %s, was moved: epoch %d takes up the newest version of %s",
+                saved.identity.table_uri,
+                saved.epoch,
+                now.table_uri,
             )
+        elif not config.allow_moved:
+            _check_not_made_anew(plan, saved)
         return plan_at(plan.table.version)  # the recorded one has been read to its end
     found = _recorded_or_alike(plan.table.version, saved, config, plan_at)
     check(found.identity(config.replicas))
@@ -64,6 +69,20 @@ def recorded_plan(
 def opens_an_epoch(saved: StreamState) -> bool:
     """Whether no row of the open epoch has been received: the recorded version is that of the epoch before."""
     return saved.samples_consumed_per_split == 0 and saved.partial is None
+
+
+def _check_not_made_anew(plan: ReadPlan, saved: StreamState) -> None:
+    """Refuse a table whose versions end before the recorded one. The pinned one may be older: epochs go on without it."""
+    recorded = saved.identity.table_version
+    if plan.table.version >= recorded:
+        return
+    newest = newest_version(plan.table)
+    if newest < recorded:
+        raise StateMismatchError(
+            [("table_version", recorded, newest)],
+            "Versions only rise, so the table was made anew: pass the table that the state names, allow_moved=True if this "
+            "one takes its place, or start anew",
+        )
 
 
 def _recorded_or_alike(

@@ -182,8 +182,10 @@ class StreamPosition:
     def _check_list(self, plan: ReadPlan, saved: StreamState) -> None:
         """Refuse to go on in a list that is not the one in which the run began."""
         listed = saved.listed
-        is_behind = self._source_of(saved, plan).table_version != plan.table.version  # of an epoch that is over
-        if listed is None or is_behind or not plan.order.is_listed:
+        recorded = (saved.identity.table_uri, saved.identity.table_version)
+        is_elsewhere = recorded != (plan.table.identity, plan.table.version)
+        is_over = self.config.takes_up_versions and opens_an_epoch(saved) and is_elsewhere
+        if listed is None or is_over or not plan.order.is_listed:
             return
         now = self.lists.of(plan, listed.epoch).listed
         assert now is not None

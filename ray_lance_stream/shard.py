@@ -137,7 +137,8 @@ class StreamShard(StreamSizedIterator, Resumable):
         """Batches that the next pass delivers: those left of an open epoch after a resume, else those of an epoch."""
         cursor = self._restore()
         size = self._batch_rule.resolve(batch_size if batch_size is not None else BATCH_SIZE_OF_STREAM)
-        return self._walk(cursor.next_start, self._plan_of_next(), size, drop_last).num_batches
+        plan = self._position.plan_from(cursor.next_start)  # not that of the running pass
+        return self._walk(cursor.next_start, plan, size, drop_last).num_batches
 
     # ---- iteration
 

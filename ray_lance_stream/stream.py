@@ -19,7 +19,7 @@ from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.coordinator import start_coordinator
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.inspectable import Inspectable
-from ray_lance_stream.pin import Pin
+from ray_lance_stream.pin import Pin, PinnedAs
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.splits import data_rank, split_block
 from ray_lance_stream.transformable import Transformable
@@ -180,11 +180,15 @@ class LanceStream(Transformable, Inspectable):
             ConfigError: somebody else has made a tag of that name, of another version.
             TableError: the table cannot be written to.
         """
-        pin = Pin(self._plan.table, tag)
+        pin = Pin(self._plan.table, tag, self._unpin)
         self._config = replace(self._config, pinned_as=pin.held_as)
         return pin
 
     # ---- inside
+
+    def _unpin(self, pinned_as: PinnedAs) -> None:
+        if self._config.pinned_as == pinned_as:
+            self._config = replace(self._config, pinned_as=None)
 
     def _refuse_to_part(self, how: str, remedy: str) -> None:
         if self._config.takes_up_versions:

@@ -29,6 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="say whether a stream of this table may continue from the state: with the values saved, or with those given "
         "below; the exit code is 1 if it may not",
     )
+    parser.add_argument(
+        "--on-new-version", choices=("stay", "next_epoch"), default="stay", help="as the argument of lance_stream()"
+    )
+    parser.add_argument("--allow-moved", action="store_true", help="as the argument of lance_stream()")
     add_storage(parser)
     add_order(parser, needed=False)
 
@@ -91,7 +95,13 @@ def _misfit(state: StreamState, arguments: argparse.Namespace) -> str | None:
             "with lance_stream(..., resume_from=PATH)"
         )
     try:
-        make_stream(arguments, **saved, resume_from=state.to_dict())
+        make_stream(
+            arguments,
+            **saved,
+            resume_from=state.to_dict(),
+            on_new_version=arguments.on_new_version,
+            allow_moved=arguments.allow_moved,
+        )
     except VersionNotFoundError as error:
         return str(error)
     except TableError:

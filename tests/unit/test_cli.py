@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -417,6 +418,21 @@ def test_state_of_a_version_that_is_gone(run, checkpoint, tmp_path):
     assert run.json("state", checkpoint, "--table", path)["streams"][0]["fits"]  # the saved version is still there
     lance.dataset(path).cleanup_old_versions(older_than=timedelta(0))
     assert "no longer exists" in run.json("state", checkpoint, "--table", path, code=1)["streams"][0]["reason"]
+
+
+def test_state_at_an_edge_whose_version_is_gone(run, checkpoint, tmp_path):
+    path = make_table(tmp_path / "t", ROWS)
+    state = StreamState.from_dict(lance_stream(path, num_splits=SPLITS).state_dict())
+    (checkpoint / STATE_FILE).write_text(dump_states({"train": replace(state, epoch=1)}))
+    lance.dataset(path).delete("id = 0")
+    lance.dataset(path).cleanup_old_versions(older_than=timedelta(0))
+    asked = ("state", checkpoint, "--table")
+    assert not run.json(*asked, path, code=1)["streams"][0]["fits"]
+    assert run.json(*asked, path, "--on-new-version", "next_epoch")["streams"][0]["fits"]
+    moved = shutil.copytree(path, tmp_path / "moved.lance")
+    assert "table_uri" in run.json(*asked, moved, "--on-new-version", "next_epoch", code=1)["streams"][0]["reason"]
+    assert "no longer exists" in run.json(*asked, moved, "--allow-moved", code=1)["streams"][0]["reason"]
+    assert run.json(*asked, moved, "--allow-moved", "--on-new-version", "next_epoch")["streams"][0]["fits"]
 
 
 def test_state_of_an_order_that_no_option_names(run, checkpoint, table):

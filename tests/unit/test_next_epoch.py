@@ -25,11 +25,13 @@ from ray_lance_stream import (
     VersionNotFoundError,
     lance_stream,
 )
+from ray_lance_stream import pin as pin_module
 from ray_lance_stream import stream as stream_module
 from ray_lance_stream.attempts import Attempt, AttemptBook, PassStart
 from ray_lance_stream.coordinator import StreamCoordinator
 from ray_lance_stream.cursor import EpochWalk, Position
 from ray_lance_stream.epoch_versions import EpochVersions
+from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.pin import PinnedAs
 from ray_lance_stream.planner import PlanBook
 from ray_lance_stream.restore import StreamPosition
@@ -162,7 +164,7 @@ def grow(path: str, num_rows: int = 16) -> int:
     return lance.write_dataset(rows(num_rows, 1000), path, mode="append").version
 
 
-def run_on(path: str, **options: Any) -> Run:
+def run_on(path: Any, **options: Any) -> Run:
     return Run(lance_stream(path, **{"num_splits": SPLITS, "on_new_version": "next_epoch", **options}))
 
 
@@ -411,6 +413,27 @@ def test_a_run_that_resumes_at_the_edge_takes_up_the_newest_version(path: str) -
         run_on(path, on_new_version="stay", resume_from=state)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_worker_group_that_starts_again_at_an_edge_goes_on_past_the_pinned_version(
+    path: str, world_size: int
+) -> None:
+    """The version that the driver pinned is older than the recorded one by then."""
+    run = run_on(path)
+    (rank,) = run.group(1)
+    rank.run_epoch()
+    grow(path)
+    rank.run_epoch()
+    state = rank.state
+    assert rank.told == (2, 0, 2, 96)
+    for newest in (2, 3):
+        for again in run.group(world_size, state):
+            assert again.state == state
+            assert again.run_epoch() == newest
+        grow(path)
+    resumed = run_on(lance.dataset(path, version=1), resume_from=state)
+    assert resumed.group(1)[0].run_epoch() == 4
+
+
 def test_a_run_may_change_its_mind(path: str) -> None:
     run = run_on(path)
     (rank,) = run.group(1)
@@ -503,6 +526,52 @@ def test_a_table_that_was_made_anew_before_a_resume_is_told(path: str) -> None:
         run_on(path).group(1, rank.state)
 
 
+def test_a_table_that_was_made_anew_is_taken_where_that_is_allowed(path: str) -> None:
+    grow(path)
+    (rank,) = run_on(path).group(1)
+    rank.run_epoch()
+    make_anew(path)
+    (again,) = run_on(path, allow_moved=True).group(1, rank.state)
+    assert again.state == rank.state
+    assert again.run_epoch() == 1
+    assert again.told == (2, 0, 1, 80)
+
+
+@pytest.mark.parametrize("place", ["driver", "worker"])
+def test_a_moved_table_takes_up_its_newest_version_at_an_edge(
+    path: str, tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Written anew there, and grown: the recorded version, which is read to its end, is nowhere in it."""
+    for _ in range(2):
+        grow(path)
+    (rank,) = run_on(path).group(1)
+    rank.run_epoch()
+    assert rank.told == (1, 0, 3, 112)
+    other = lance.write_dataset(rows(200), str(tmp_path / "other.lance")).uri
+    with pytest.raises(StateMismatchError, match="table_uri"):
+        run_on(other).group(1, rank.state)
+    if place == "driver":
+        (again,) = run_on(other, allow_moved=True, resume_from=rank.state).group(1)
+    else:
+        (again,) = run_on(other, allow_moved=True).group(1, rank.state)
+    assert again.position.cursor().where[0] == Position(1)
+    grow(other)
+    assert again.run_epoch() == 2
+    assert again.told == (2, 0, 2, 216)
+    assert f"{path}, was moved: epoch 1 takes up the newest version of {other}" in caplog.text
+
+
+def test_the_list_of_an_epoch_that_is_over_is_not_looked_for_in_a_moved_table(path: str, tmp_path: Path) -> None:
+    (rank,) = run_on(path, order="lancedb").group(1)
+    rank.run_epoch()
+    state = {**rank.state, "listed": {"epoch": 0, "fingerprint": "of 80 rows", "made_by": "lancedb"}}
+    other = lance.write_dataset(rows(96), str(tmp_path / "other.lance")).uri
+    (again,) = run_on(other, order="lancedb", allow_moved=True).group(1, state)
+    assert again.begin() == 1
+    with pytest.raises(AttributeError, match="row_list"):  # where that epoch is what is read, it would be asked for
+        run_on(path, order="lancedb").group(1, {**state, "epoch": 0, "samples_consumed_per_split": 3})
+
+
 def test_columns_that_are_new_come_where_none_are_named(path: str) -> None:
     named, every = run_on(path, columns=["id"]).group(1)[0], run_on(path).group(1)[0]
     for rank in (named, every):
@@ -544,6 +613,22 @@ def test_shards_that_know_nothing_of_each_other_are_refused(path: str, monkeypat
     stream.shard()
 
 
+def test_the_batches_of_the_next_pass_are_counted_in_its_version(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "start_coordinator", lambda label, table: None)
+    run = run_on(path, global_batch_size=8)
+    monkeypatch.setattr(
+        CoordinatorLink, "plan_of_epoch", lambda _, *args: run.coordinator.plan_of_epoch("attempt", *args)
+    )
+    monkeypatch.setattr(CoordinatorLink, "agree_on_pass", lambda *args: None)
+    shard = run.stream.shard()
+    assert shard.num_batches() == 10
+    start = Position(0)
+    walk = EpochWalk(run.stream._plan.grid, shard._share.block, start)
+    shard._position.begin(shard._position.plan_from(start), walk, 8, False)
+    grow(path)
+    assert (shard.num_rows, shard.num_batches()) == (80, 12)  # of the running epoch; of the next pass
+
+
 # Versions that are taken up are kept where the stream is pinned
 
 
@@ -581,4 +666,72 @@ def test_a_recorded_version_is_tagged_as_it_is_resumed(path: str, tags: Any) -> 
             groups = list(pool.map(lambda _: run.group(1, rank.state), range(8)))
         assert [resumed.begin() for (resumed,) in groups] == [1] * 8
         assert tags() == {"again": 2, "again-v1": 1}
+    assert tags() == {}
+
+
+@pytest.mark.parametrize("at_the_edge", [["early"], ["early", "rank"], ["rank", "early"]], ids=", ".join)
+def test_a_run_that_was_thought_dead_takes_no_tag_back(path: str, tags: Any, at_the_edge: list[str]) -> None:
+    first, second = run_on(path), run_on(path)
+    late = first.stream.pin("run-1")
+    (early,) = first.group(1)
+    pin = second.stream.pin("run-1")
+    (rank,) = second.group(1)
+    for each in (early, rank):
+        each.run_epoch()
+    grow(path)
+    for name in at_the_edge:
+        assert {"early": early, "rank": rank}[name].begin() == 2
+        assert tags() == {"run-1": 1, "run-1-v2": 2}
+    late.close()
+    assert tags() == {"run-1": 1, **({"run-1-v2": 2} if "rank" in at_the_edge else {})}  # what the second one reads
+    pin.close()
+    assert tags() == {}
+
+
+def test_versions_that_are_taken_up_after_the_end_of_a_pin_get_no_tag(
+    path: str, tags: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_on(path)
+    with run.stream.pin("run-1"):
+        (rank,) = run.group(1)
+        rank.run_epoch()
+        grow(path)
+    assert rank.begin() == 2  # of a worker that knows of the pin
+    assert tags() == {}
+    assert f"version 2 of table {path} is not kept: tag 'run-1' is gone" in caplog.text
+    assert run.stream._config.pinned_as is None
+
+
+@pytest.mark.parametrize("when", ["before the mark", "after the mark", "as it is let go", "as the pin closes"])
+def test_a_version_that_is_taken_up_while_the_pin_is_closed_keeps_no_tag(
+    path: str, tags: Any, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_on(path)
+    pin = run.stream.pin("run-1")
+    (rank,) = run.group(1)
+    rank.run_epoch()
+    grow(path)
+    mark, delete, closed = PinnedAs._mark, pin_module._delete, []
+
+    def marking(self: PinnedAs, *args: Any) -> None:
+        if when in ("before the mark", "as it is let go"):
+            pin.close()
+        mark(self, *args)
+        if when == "after the mark":
+            pin.close()
+
+    def deleting(table: Any, dataset: Any, name: str) -> None:
+        if when == "as it is let go" and name == "run-1-v2" and not closed:
+            closed.append(name)
+            pin.close()
+        if when == "as the pin closes" and name == "run-1":
+            assert rank.begin() == 2
+        delete(table, dataset, name)
+
+    monkeypatch.setattr(PinnedAs, "_mark", marking)
+    monkeypatch.setattr(pin_module, "_delete", deleting)
+    if when == "as the pin closes":
+        pin.close()
+    else:
+        assert rank.begin() == 2
     assert tags() == {}

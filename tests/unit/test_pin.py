@@ -112,6 +112,17 @@ def test_a_late_end_does_not_take_the_tag_of_the_run_that_follows(path: str, cap
     assert tags(path) == {}
 
 
+def test_the_end_of_a_pin_is_known_to_its_stream(path: str) -> None:
+    stream = stream_of(path)
+    first = stream.pin(tag="run-1")
+    second = stream.pin(tag="run-2")
+    first.close()
+    assert stream._config.pinned_as == second.held_as
+    second.close()
+    assert stream._config.pinned_as is None
+    assert tags(path) == {}
+
+
 def test_a_tag_of_somebody_else_is_left_alone(path: str) -> None:
     lance.dataset(path).tags.create("theirs", 1)
     with stream_of(path).pin(tag="theirs"):

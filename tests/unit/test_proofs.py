@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import lance
 import pyarrow as pa
 import pytest
 
-from ray_lance_stream.testing import _steps
+from ray_lance_stream import lance_stream, testing
+from ray_lance_stream import stream as stream_module
+from ray_lance_stream.testing import _steps, assert_elastic, assert_resume_exact
 
 
 def shard(block: tuple[int, int], batches: list[list[int]], drop_remainder: bool):
@@ -33,3 +36,22 @@ def test_where_the_remainder_is_delivered_ranks_may_differ_by_a_batch():
     two = list(_steps([shard((0, 2), [[0, 1], [4]], False), shard((2, 4), [[2, 3]], False)], 4))
     assert one == two
     assert [len(step) for step in two] == [4, 1]
+
+
+@pytest.mark.parametrize("proof", [assert_elastic, assert_resume_exact])
+def test_a_stream_that_takes_up_new_versions_is_proven_on_its_pinned_one(tmp_path, monkeypatch, proof):
+    """Without Ray: that its shards can be made one by one, on all worker counts."""
+    monkeypatch.setattr(stream_module, "start_coordinator", lambda label, table: None)
+    made = []
+
+    def steps(shards, global_batch_size):
+        made.append((len(shards), {shard._config.on_new_version for shard in shards}))
+        yield from [[b""]] * 3
+
+    monkeypatch.setattr(testing, "_steps", steps)
+    path = lance.write_dataset(pa.table({"id": range(48)}), str(tmp_path / "t.lance")).uri
+    stream = lance_stream(path, num_splits=4, global_batch_size=4, on_new_version="next_epoch")
+    proof(stream, world_sizes=(2, 4), max_steps=3)
+    assert {world for world, _ in made} >= {2, 4}
+    assert all(words == {"stay"} for _, words in made)
+    assert stream._config.on_new_version == "next_epoch"
