@@ -35,15 +35,17 @@ class PassStart:
     Attributes:
         identity: what fixes its rows.
         step: how it steps; None for a pass without batches.
+        listed: fingerprint of the list of the epoch, where the order is listed.
     """
 
     identity: StreamIdentity
     step: StepSize | None
+    listed: str | None = None
 
     def agrees(self, other: PassStart) -> bool:
         """Whether both read the same rows, and take the same number of steps."""
         is_even = self.step.agrees(other.step) if self.step and other.step else self.step == other.step
-        return self.identity == other.identity and is_even
+        return (self.identity, self.listed) == (other.identity, other.listed) and is_even
 
 
 # (epoch, which pass of its shard): the same on all ranks that run the same loop. Passes without batches count by

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from ray_lance_stream.attempts import Attempt, AttemptBook, PassStart, RankProgress, Turn
-from ray_lance_stream.config import ReadPlan, RowList
+from ray_lance_stream.config import ReadPlan, RowList, Shared
 from ray_lance_stream.epoch_versions import EpochVersions, newest_version
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.pin import PinnedAs
@@ -52,7 +52,7 @@ class StreamCoordinator:
         self._label = label
         self._book = AttemptBook()
         self._lock = threading.Lock()
-        self._plans = PlanBook()
+        self._plans = PlanBook(Shared.put)
         self._epochs: EpochVersions | None = None
         self._lists = RowLists()
         self._shelf = ReaderShelf(partial(start_reader, label, table), KEEP_READERS_S, time.monotonic)

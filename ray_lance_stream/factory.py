@@ -122,7 +122,7 @@ def lance_stream(
     check_remote_order(ref, order, permutation)
     plan = ReadPlan(
         table=ref,
-        columns=tuple(resolve_columns(ref, columns)),
+        columns=(),  # those of the version that is read, which a permutation may name
         filter=filter,
         order=Order(1, shuffle=shuffle, seed=shuffle_seed, clump_size=shuffle_clump_size, order_id=order),
         num_splits=num_splits,
@@ -133,6 +133,7 @@ def lance_stream(
         validate_filter(ref, filter)
     if permutation is not None:
         plan = with_permutation(plan, permutation, config.takes_up_versions)
+    plan = replace(plan, columns=tuple(resolve_columns(plan.table, columns)))
     check_lancedb_order(plan, epoch)
     plan = _planned(plan, config)
     if is_lancedb_state(resume_from):
@@ -140,24 +141,29 @@ def lance_stream(
     stream = LanceStream(plan, config)
     if global_batch_size is not None and plan.num_splits is not None:
         stream._plan.grid.cycles_per_step(global_batch_size)
-    left_out = stream._plan.grid.num_left_out
-    if left_out:
+    _tell_of_remainder(stream._plan)
+    return stream
+
+
+def _tell_of_remainder(plan: ReadPlan) -> None:
+    """Warn of rows that an epoch leaves out, or that only some ranks have."""
+    order, grid = plan.order, plan.grid
+    if grid.num_left_out:
         logger.warning(
             "%d of %d rows are left out of each epoch (num_splits=%d does not divide them)%s%s",
-            left_out,
-            stream._plan.order.num_rows,
-            stream._plan.grid.num_splits,
-            ", others in each epoch" if shuffle else "",
-            "; drop_remainder=False delivers them, for evaluation" if order == FEISTEL_1 else "",
+            grid.num_left_out,
+            order.num_rows,
+            grid.num_splits,
+            ", others in each epoch" if order.shuffle else "",
+            "; drop_remainder=False delivers them, for evaluation" if order.order_id == FEISTEL_1 else "",
         )
-    if not drop_remainder and stream._plan.grid.remainder:
+    if not plan.drop_remainder and grid.remainder:
         logger.warning(
             "drop_remainder=False: the last %d of %d rows are one more row for the first splits, so ranks may differ by that "
             "and by a batch; do collective operations after the loop",
-            stream._plan.grid.remainder,
-            stream._plan.order.num_rows,
+            grid.remainder,
+            order.num_rows,
         )
-    return stream
 
 
 def _lancedb_start(state: Any, plan: ReadPlan, config: StreamConfig) -> StreamState:

@@ -47,13 +47,13 @@ def secrets_of(uri: str, options: Mapping[str, str] | None) -> set[str]:
     return {value for value in found if len(value) >= MIN_SECRET_CHARS}
 
 
-def redact(text: str, secrets: Collection[str]) -> str:
-    """`text` without the secrets, user info and query values of URIs, and source positions of Lance's own code."""
+def redact(text: str, secrets: Collection[str], max_chars: int = _MAX_TEXT_CHARS) -> str:
+    """`text`, cut, without secrets, user info and query values of URIs, and source positions of Lance's own code."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     text = _USER_INFO.sub("***@", _QUERY_VALUE.sub(r"\1=***", text))
     text = _RUST_LOCATION.sub("", text).strip()
-    return text if len(text) <= _MAX_TEXT_CHARS else text[:_MAX_TEXT_CHARS] + "..."
+    return text if len(text) <= max_chars else text[:max_chars] + "..."
 
 
 def is_refusal(text: str) -> bool:

@@ -22,6 +22,8 @@ from ray_lance_stream.transform import Stage
 
 TELL_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 60.0
+# Other lists of one epoch are those of two releases: a coordinator that was restarted is on another node.
+ONE_RELEASE = "have the same release of lancedb on all nodes, and go on from the last checkpoint"
 
 
 class CoordinatorLink:
@@ -103,13 +105,20 @@ class CoordinatorLink:
         return asked.future()
 
     def agree_on_pass(
-        self, epoch: int, identity: StreamIdentity, block: SplitBlock, batch_size: int | None, drop_last: bool
+        self,
+        epoch: int,
+        identity: StreamIdentity,
+        listed: str | None,
+        block: SplitBlock,
+        batch_size: int | None,
+        drop_last: bool,
     ) -> None:
         """Register what this rank reads in an epoch, and how it steps: ranks must do alike, or a collective would hang.
 
         Args:
             epoch: which epoch.
             identity: what fixes the rows.
+            listed: fingerprint of the list of the epoch, where the order is listed.
             block: splits of this rank.
             batch_size: rows per batch; None: it does not step.
             drop_last: see batch_size.
@@ -122,26 +131,33 @@ class CoordinatorLink:
             step = StepSize(str(cycles_per_batch(batch_size, block)), drop_last, batch_size, block.size)
         self._passes[step is not None] += 1
         turn = (epoch, self._passes[True] if step is not None else -self._passes[False])
-        other = self._ask("register_pass", self._named(), self._rank, turn, PassStart(identity, step))
-        if other is None:
-            return
-        rank, theirs = other
+        start = PassStart(identity, step, listed)
+        other = self._ask("register_pass", self._named(), self._rank, turn, start)
+        if other is not None:
+            self._refuse_pass(epoch, start, *other)
+
+    def _refuse_pass(self, epoch: int, mine: PassStart, rank: int, theirs: PassStart) -> None:
         where = f"in epoch {epoch} of stream {self._name!r} rank {self._rank}"
-        if theirs.identity != identity:
-            mine, others = (
-                ", ".join(f"{name}={getattr(each, name)!r}" for name in identity.unlike(theirs.identity))
-                for each in (identity, theirs.identity)
+        if theirs.identity != mine.identity:
+            my_values, their_values = (
+                ", ".join(f"{name}={getattr(each, name)!r}" for name in mine.identity.unlike(theirs.identity))
+                for each in (mine.identity, theirs.identity)
             )
             raise ConfigError(
-                f"all ranks must read the same rows, but {where} reads {mine} and rank {rank} reads {others}; load the same "
-                "state on every rank"
+                f"all ranks must read the same rows, but {where} reads {my_values} and rank {rank} reads {their_values}; "
+                "load the same state on every rank"
             )
-        assert step is not None
+        if theirs.listed != mine.listed:
+            raise ConfigError(
+                f"all ranks must read the same list of rows, but {where} has {mine.listed} and rank {rank} has "
+                f"{theirs.listed}; {ONE_RELEASE}"
+            )
+        assert mine.step is not None
         assert theirs.step is not None
         raise ConfigError(
-            f"all ranks must take the same number of cycles per batch, but {where} uses batch_size={batch_size} on "
-            f"{block.size} splits (drop_last={drop_last}) and rank {rank} uses batch_size={theirs.step.batch_size} on "
-            f"{theirs.step.num_splits} splits (drop_last={theirs.step.drop_last}); use "
+            f"all ranks must take the same number of cycles per batch, but {where} uses batch_size={mine.step.batch_size} on "
+            f"{mine.step.num_splits} splits (drop_last={mine.step.drop_last}) and rank {rank} uses "
+            f"batch_size={theirs.step.batch_size} on {theirs.step.num_splits} splits (drop_last={theirs.step.drop_last}); use "
             "shard.local_batch_size(global_batch_size) on every rank"
         )
 

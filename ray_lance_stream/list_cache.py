@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 FOLDER_VARIABLE = "RAY_LANCE_STREAM_CACHE"
 MAX_BYTES = 4 * 2**30
 ABANDONED_S = 3600.0  # nobody writes a file for that long
-_SUFFIX = ".arrow"
+# No other file has such a name: the folder may be one in which the user keeps files of his own.
+_SUFFIX = ".ray-lance-stream-list"
+_PART_SUFFIX = f"{_SUFFIX}.part"
 
 
 def cache_folder() -> Path | None:
@@ -41,6 +43,8 @@ def cache_folder() -> Path | None:
 @dataclass(frozen=True)
 class ListCache:
     """The lists in a folder, at most `max_bytes` of them: those that were not used for longest go first.
+
+    Other files in the folder are let alone.
 
     Attributes:
         folder: None: nothing is kept.
@@ -78,7 +82,7 @@ class ListCache:
             return
         metadata = {"num_splits": str(num_splits), "fingerprint": fingerprint_of(rows, num_splits)}
         table = pa.table({"row": rows}).replace_schema_metadata(metadata)
-        part = self.folder / f"{key}.{uuid.uuid4().hex}.part"
+        part = self.folder / f"{key}.{uuid.uuid4().hex}{_PART_SUFFIX}"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with pa.OSFile(str(part), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
@@ -96,7 +100,7 @@ class ListCache:
         """Other processes may do the same at the same time."""
         assert self.folder is not None
         now_s = time.time()
-        for path, status in _files(self.folder, ".part"):
+        for path, status in _files(self.folder, _PART_SUFFIX):
             if now_s - status.st_mtime > ABANDONED_S:
                 path.unlink(missing_ok=True)
         files = sorted(_files(self.folder, _SUFFIX), key=lambda file: file[1].st_mtime)
@@ -104,7 +108,7 @@ class ListCache:
         for path, status in files:
             if total <= self.max_bytes:
                 break
-            if path.stem != keep:
+            if path.name.removesuffix(_SUFFIX) != keep:
                 path.unlink(missing_ok=True)
                 total -= status.st_size
 

@@ -13,7 +13,8 @@ from typing import cast
 import ray
 
 from ray_lance_stream.config import ReadPlan, RowList
-from ray_lance_stream.link import CoordinatorLink
+from ray_lance_stream.errors import ReadError
+from ray_lance_stream.link import ONE_RELEASE, CoordinatorLink
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +97,26 @@ class ListedPlans:
         return None if listed is None else self._keep(plan, epoch, listed)
 
     def again(self, plan: ReadPlan, epoch: int) -> ReadPlan:
-        """The plan of an epoch whose list may have been lost with the coordinator that made it."""
+        """The plan of an epoch whose list may have been lost with the coordinator that made it.
+
+        Raises:
+            ReadError: it was made again, and is another one.
+            StreamError: it cannot be made.
+        """
         if plan.listed is None or plan.listed.epoch is None:
             return plan
         with self._lock:
             self._plans.pop((plan.unlisted(), epoch), None)
-        return self.of(plan.unlisted(), epoch)
+        found = self.of(plan.unlisted(), epoch)
+        assert found.listed is not None
+        if found.listed.fingerprint != plan.listed.fingerprint:
+            with self._lock:
+                self._plans.pop((plan.unlisted(), epoch), None)
+            raise ReadError(
+                f"the list of rows of epoch {epoch} of stream {self._name!r} was lost and is another one now, "
+                f"{found.listed.fingerprint} in place of {plan.listed.fingerprint}; {ONE_RELEASE}"
+            )
+        return found
 
     def _known(self, plan: ReadPlan, epoch: int) -> ReadPlan | None:
         if not plan.lacks_list(epoch):

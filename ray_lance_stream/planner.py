@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 
 from ray_lance_stream.config import ReadPlan, Shared
@@ -14,11 +15,15 @@ from ray_lance_stream.source import count_rows, match_rows, resolve_columns, sam
 KEPT_PLANS = 4
 
 
-def plan_table(plan: ReadPlan) -> ReadPlan:
+def plan_table(plan: ReadPlan, share: Callable[..., Shared] = Shared) -> ReadPlan:
     """`plan` with the rows counted and, with a filter, matched at its table version.
 
     The only step of planning that can grow with the table: one scan of the filter's columns, none without a filter. The
     rows of a listed order are counted only: who makes the list finds them.
+
+    Args:
+        plan: at its version.
+        share: how matched rows are held.
 
     Raises:
         ConfigError: no row, or fewer rows than splits.
@@ -33,7 +38,7 @@ def plan_table(plan: ReadPlan) -> ReadPlan:
         num_rows = count_rows(table, plan.filter)
     else:
         rows = match_rows(table, plan.filter)
-        num_rows, matched = len(rows), Shared(rows)
+        num_rows, matched = len(rows), share(rows)
     if num_rows == 0:
         raise ConfigError(
             f"a stream needs at least one row, but {where} has none"
@@ -54,7 +59,7 @@ def plan_table(plan: ReadPlan) -> ReadPlan:
     )
 
 
-def plan_version(plan: ReadPlan, version: int) -> ReadPlan:
+def plan_version(plan: ReadPlan, version: int, share: Callable[..., Shared] = Shared) -> ReadPlan:
     """The plan of the same stream at another table version, whose columns may be others.
 
     Raises:
@@ -67,16 +72,20 @@ def plan_version(plan: ReadPlan, version: int) -> ReadPlan:
     columns = resolve_columns(table, None if plan.every_column else plan.columns)
     if plan.filter is not None:
         validate_filter(table, plan.filter)
-    return plan_table(replace(plan, columns=tuple(columns)))
+    return plan_table(replace(plan, columns=tuple(columns)), share)
 
 
 class PlanBook:
     """The plans of other versions than the driver's, each made once, whoever asks.
 
     Of a run that goes from version to version the newest ones are kept: with a filter a plan has 8 bytes per match.
+
+    Args:
+        share: how matched rows are held; with `Shared.put` in the object store alone, where those who read need them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: Callable[..., Shared] = Shared) -> None:
+        self._share = share
         self._lock = threading.Lock()
         self._plans: OrderedDict[ReadPlan, ReadPlan] = OrderedDict()
         self._held: set[tuple[int, PinnedAs]] = set()
@@ -89,7 +98,7 @@ class PlanBook:
                 pinned_as.hold(wanted.table)
                 self._held.add((version, pinned_as))
             if wanted not in self._plans:
-                self._plans[wanted] = plan_version(plan, version)
+                self._plans[wanted] = plan_version(plan, version, self._share)
             self._plans.move_to_end(wanted)
             while len(self._plans) > KEPT_PLANS:
                 self._plans.popitem(last=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ray_lance_stream import train
@@ -20,6 +21,14 @@ from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.state import ListedEpoch, PartialCycle, StreamIdentity, StreamState
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What the rows that the loop has received are of: a table version, and the newest list that some came from."""
+
+    identity: StreamIdentity
+    listed: ListedEpoch | None = None
 
 
 class StreamPosition:
@@ -49,7 +58,6 @@ class StreamPosition:
         self._link = link
         self.lists = ListedPlans(name, link, then_next=not (config.evaluation or config.takes_up_versions))
         self._cursor: Cursor | None = None
-        self._listed: ListedEpoch | None = None  # the newest list that rows came from
 
     def cursor(self) -> Cursor:
         """The cursor; on first use set to where this shard starts.
@@ -61,7 +69,7 @@ class StreamPosition:
             saved = saved_start(self._name, self.config)
             if saved is None:
                 self._fresh_epoch = self.config.epoch
-                self._cursor = Cursor(Position(self.config.epoch), self._identity(self.plan))
+                self._cursor = Cursor(Position(self.config.epoch), _Source(self._identity(self.plan)))
             else:
                 self.load(saved)
                 logger.info(
@@ -76,15 +84,15 @@ class StreamPosition:
 
     def state(self) -> StreamState:
         """What a checkpoint records: where the loop is."""
-        position, identity = self.cursor().where
+        position, source = self.cursor().where
         return StreamState(
-            identity=identity,
+            identity=source.identity,
             epoch=position.epoch,
             samples_consumed_per_split=position.cycle,
             global_batch_size=self.config.global_batch_size,
             partial=PartialCycle(position.partial_rows, self._world_size) if position.partial_rows else None,
             skipped=self.config.skipped,
-            listed=self._listed,
+            listed=source.listed,
         )
 
     def plan_from(self, start: Position) -> ReadPlan:
@@ -103,15 +111,18 @@ class StreamPosition:
         return None if plan is None else self.lists.soon(plan, epoch)
 
     def begin(self, plan: ReadPlan, walk: EpochWalk, batch_size: int | None, drop_last: bool) -> None:
-        """Begin a pass, once it goes together with those of the other ranks.
+        """Begin a pass, once it goes together with those of the other ranks; `plan` with the list of its epoch.
 
         Raises:
             ConfigError: another rank reads other rows, or steps differently.
         """
-        identity = self._identity(plan)
-        self._link.agree_on_pass(walk.start.epoch, identity, walk.block, batch_size, drop_last)
-        self.plan = plan
-        self.cursor().begin(walk, identity)
+        identity, listed = self._identity(plan), None
+        if plan.listed is not None and plan.listed.epoch is not None:
+            listed = ListedEpoch(walk.start.epoch, plan.listed.fingerprint, made_by())
+        fingerprint = None if listed is None else listed.fingerprint
+        self._link.agree_on_pass(walk.start.epoch, identity, fingerprint, walk.block, batch_size, drop_last)
+        self.plan = plan.unlisted()
+        self.cursor().begin(walk, _Source(identity, listed))
 
     def with_list(self, plan: ReadPlan, epoch: int) -> ReadPlan:
         """What a pass reads, with the list of its epoch, where the order is listed; waits until it is made.
@@ -119,10 +130,7 @@ class StreamPosition:
         Raises:
             StreamError: it cannot be made.
         """
-        plan = self.lists.of(plan, epoch)
-        if plan.listed is not None and plan.listed.epoch is not None:
-            self._listed = ListedEpoch(epoch, plan.listed.fingerprint, made_by())
-        return plan
+        return self.lists.of(plan, epoch)
 
     def digest(self, block: SplitBlock) -> int:
         """The digest of the rows of a block that the newest pass has delivered, in whole cycles."""
@@ -160,9 +168,8 @@ class StreamPosition:
         if not opens_an_epoch(saved):
             self._epochs.load(saved.epoch, plan)
         self._fresh_epoch = None
-        self._listed = saved.listed
         self.plan, self.config = plan, self.config.with_skipped(saved.skipped)
-        cursor.load(self._position_of(saved), self._source_of(saved, plan))
+        cursor.load(self._position_of(saved), _Source(self._source_of(saved, plan), saved.listed))
         self._cursor = cursor
 
     def _plan_at(self, version: int) -> ReadPlan:

@@ -191,7 +191,7 @@ class StreamShard(StreamSizedIterator, Resumable):
         plan = self._position.plan_from(cursor.next_start)
         walk = self._walk(cursor.next_start, plan, new.batch_size, new.drop_last)
         with_list = self._position.with_list(plan, walk.start.epoch)
-        self._position.begin(plan, walk, new.batch_size, new.drop_last)
+        self._position.begin(with_list, walk, new.batch_size, new.drop_last)
         self._pass = new
         return walk, self._supply.take(with_list, walk)
 

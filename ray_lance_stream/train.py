@@ -13,7 +13,9 @@ from pyarrow import fs as pafs
 
 from ray_lance_stream._ray_data import attempt_key, in_train_worker
 from ray_lance_stream.errors import ConfigError, StateError
+from ray_lance_stream.failures import redact, secrets_of
 from ray_lance_stream.state import StreamState, dump_states, parse_states
+from ray_lance_stream.table import public_uri
 
 if TYPE_CHECKING:
     from ray_lance_stream.attempts import Attempt
@@ -168,8 +170,9 @@ def _checkpoint_at(path: Any) -> ray.train.Checkpoint:
         return ray.train.Checkpoint.from_directory(os.path.abspath(os.path.expanduser(path)))
     try:
         return ray.train.Checkpoint(path)
-    except pa.ArrowInvalid as error:
-        raise StateError(f"resume_from: no checkpoint can be opened at {path}: {error}") from None
+    except (pa.ArrowInvalid, OSError) as error:
+        why = redact(str(error), secrets_of(path, None))
+        raise StateError(f"resume_from: no checkpoint can be opened at {public_uri(path)}: {why}") from None
 
 
 def _state_path(checkpoint: ray.train.Checkpoint) -> str:

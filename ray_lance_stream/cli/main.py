@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -81,13 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(failure: BaseException, arguments: argparse.Namespace) -> int:
-    """Tell in one line what failed."""
+    """Tell in one line what failed, or where as well."""
+    secrets = secrets_in(arguments)
     if arguments.traceback:
-        raise failure
+        say(redact("".join(traceback.format_exception(failure)), secrets, max_chars=sys.maxsize))
+        return BAD_INPUT
     from ray_lance_stream.errors import StreamError
 
     text = str(failure) if isinstance(failure, StreamError) else f"{type(failure).__name__}: {failure}"
-    say(f"{PROG} {arguments.command}: error: {redact(' '.join(text.split()), secrets_in(arguments))}")
+    say(f"{PROG} {arguments.command}: error: {redact(' '.join(text.split()), secrets)}")
     return BAD_INPUT
 
 

@@ -144,7 +144,8 @@ def storage_options(arguments: argparse.Namespace) -> dict[str, str] | None:
 
 def secrets_in(arguments: argparse.Namespace) -> set[str]:
     """What no message may show."""
-    return secrets_of(getattr(arguments, "uri", None) or "", storage_options(arguments))
+    uris = [getattr(arguments, name, None) or "" for name in ("uri", "path")]
+    return set().union(*(secrets_of(uri, storage_options(arguments)) for uri in uris))
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -51,7 +51,14 @@ def run(arguments: argparse.Namespace) -> Answer:
         found.append({"name": name, "state": state.to_dict(), **_position(state), "fits": fits, "reason": reason})
         texts.append(_text(name, state, fits, reason))
     fine = any(entry["fits"] is not False for entry in found)
-    return Answer("\n\n".join(texts), {"path": arguments.path, "streams": found}, fine)
+    return Answer("\n\n".join(texts), {"path": _shown(arguments.path), "streams": found}, fine)
+
+
+def _shown(path: str) -> str:
+    """A path as it was given, a URI without secrets."""
+    from ray_lance_stream.table import public_uri
+
+    return public_uri(path) if "://" in path else path
 
 
 def _states_at(path: str) -> dict[str, StreamState]:
@@ -68,12 +75,13 @@ def _states_at(path: str) -> dict[str, StreamState]:
     if "://" not in path:
         path = os.path.abspath(os.path.expanduser(path or "."))
         if not os.path.isdir(path):
-            raise StateError(f"PATH must be the folder of a checkpoint, got {path}, which is none")
+            raise StateError(f"PATH must be the folder of a checkpoint, got {_shown(path)}, which is none")
     states = read_states(Checkpoint(path))
     if not states:
         raise StateError(
-            f"PATH must be a checkpoint with a stream state in it ({STATE_FILE}), got {path}, which has none; a run keeps its "
-            "checkpoints in folders of its own, and ray_lance_stream.report(metrics, checkpoint=...) puts the state in"
+            f"PATH must be a checkpoint with a stream state in it ({STATE_FILE}), got {_shown(path)}, which has none; a run "
+            "keeps its checkpoints in folders of its own, and ray_lance_stream.report(metrics, checkpoint=...) puts the state "
+            "in"
         )
     return states
 

@@ -82,7 +82,7 @@ def test_the_next_epoch_is_listed_while_one_runs(shards, table, cache):
     batches = iter(shard.iter_batches(batch_size=S))
     next(batches)
     end_s = time.monotonic() + 20
-    while len({name for name in files(cache) if name.endswith(".arrow")} - before) < 2:
+    while len({name for name in files(cache) if name.endswith(".ray-lance-stream-list")} - before) < 2:
         assert time.monotonic() < end_s
         time.sleep(0.05)
     assert not shard._supply._newest.all_sent

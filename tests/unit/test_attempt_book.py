@@ -58,6 +58,15 @@ def test_the_rank_that_reads_other_rows_is_told_of_the_first_one(name, step):
     assert mine.identity.unlike(theirs.identity) == [name]
 
 
+def test_the_rank_that_has_another_list_is_told_of_the_first_one():
+    """A coordinator that was restarted on another node may have made another one of the same epoch."""
+    book, attempt = AttemptBook(), Attempt("a", "run", 2)
+    mine = replace(START, listed="0123")
+    assert book.register_pass(attempt, 0, (0, 1), mine) is None
+    assert book.register_pass(attempt, 1, (0, 1), replace(mine, listed="0124")) == (0, mine)
+    assert book.register_pass(attempt, 1, (0, 1), replace(mine)) is None
+
+
 def test_another_pass_another_epoch_and_another_attempt_step_as_they_like():
     book, attempt = AttemptBook(), Attempt("a", "run", 2)
     other = with_step(cycles_per_batch="3")

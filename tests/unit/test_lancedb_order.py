@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import replace
@@ -247,6 +248,21 @@ def test_the_cache_lets_the_lists_go_that_were_not_used_for_longest(tmp_path):
     assert fingerprint == fingerprint_of(rows, 2)
     cache.store("huge", np.arange(10_000), 2)
     assert cache.load("huge") is None
+
+
+def test_the_cache_lets_the_files_of_others_alone(tmp_path):
+    """The folder may be one of the user's, full of old Arrow files; what an ended process left half written goes."""
+    foreign = [tmp_path / name for name in ("a.arrow", "b.part", "c.1234.part", "d.ray-lance-stream-list.bak", "e")]
+    abandoned = tmp_path / "k.1234.ray-lance-stream-list.part"
+    for path in (*foreign, abandoned):
+        path.write_bytes(bytes(10_000))
+        os.utime(path, (0, 0))
+    cache = ListCache(tmp_path, 10_000)
+    for number in range(3):
+        cache.store(f"k.{number}", np.arange(1000), 2)
+    assert all(path.exists() for path in foreign)
+    assert not abandoned.exists()
+    assert [cache.load(f"k.{number}") is None for number in range(3)] == [True, True, False]
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):

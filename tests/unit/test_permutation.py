@@ -86,6 +86,21 @@ def test_the_recorded_version_is_read(table, caplog):
     assert stream.state_dict()["table_version"] == base
 
 
+def test_columns_are_those_of_the_recorded_version(table):
+    permutation = permutation_builder(table).split_random(fixed=4, seed=1).execute()
+    before = planned_ids(lance_stream(table, permutation=permutation), 0)
+    table.add_columns({"twice": "id * 2"})
+    table.drop_columns(["value"])
+    stream = lance_stream(table, permutation=permutation)
+    assert stream._plan.columns == ("id", "value", "vec")
+    assert planned_ids(stream, 0) == before
+    assert lance_stream(table, permutation=permutation, columns=["value"])._plan.columns == ("value",)
+    with pytest.raises(
+        ConfigError, match=r"columns must exist in table .*unknown \['twice'\].*available are \['id', 'v"
+    ):
+        lance_stream(table, permutation=permutation, columns=["id", "twice"])
+
+
 @pytest.mark.filterwarnings("ignore:optimize")
 def test_a_version_that_is_gone_is_an_error(table):
     permutation = permutation_builder(table).split_random(fixed=4, seed=1).execute()

@@ -11,13 +11,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import lance
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from ray_lance_stream import ConfigError, lance_stream, planner
+from ray_lance_stream import ConfigError, coordinator, lance_stream, planner
+from ray_lance_stream.config import Shared
 from ray_lance_stream.planner import PlanBook
 
 NUM_ROWS = 2000
@@ -161,6 +163,18 @@ def test_plans_of_versions_long_gone_by_are_let_go(path: str) -> None:
 def test_without_a_filter_nothing_is_scanned(path: str, scans: list[tuple[int, str]]) -> None:
     assert PlanBook().at(lance_stream(path, num_splits=8)._plan, 1).order.num_rows == 100
     assert scans == []
+
+
+def test_a_coordinator_keeps_matched_rows_in_the_object_store_alone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held by the process as well, they would take their room twice."""
+    plan = lance_stream(path, num_splits=8, filter="id % 2 = 0")._plan
+    put: list[np.ndarray] = []
+    monkeypatch.setattr(Shared, "put", lambda rows: put.append(rows) or Shared(rows))
+    monkeypatch.setattr(coordinator, "ReaderShelf", MagicMock())
+    monkeypatch.setattr("ray.get_runtime_context", MagicMock())
+    made = coordinator.StreamCoordinator("train", plan.table)
+    assert made.plan_at(plan, 1, None).matched.get() is put[0]
+    assert put[0].tolist() == list(range(0, 100, 2))
 
 
 # Columns of another version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import traceback
 from dataclasses import fields, replace
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_lance_stream import train
 from ray_lance_stream.errors import StateError, StateMismatchError
 from ray_lance_stream.state import (
     ListedEpoch,
@@ -23,6 +25,7 @@ from ray_lance_stream.state import (
     parse_states,
     union,
 )
+from ray_lance_stream.train import resume_states
 
 IDENTITY = StreamIdentity(
     "/data/t.lance", 3, 480, "id > 3", "feistel-1", True, 7, None, 48, True, 1, table_content="c1", table_files="f1"
@@ -225,3 +228,31 @@ def test_union_covers_the_same_cycles(ranges):
     merged = union(ranges)
     assert {c for lo, hi in merged for c in range(lo, hi)} == {c for lo, hi in ranges for c in range(lo, hi)}
     assert all(a[1] < b[0] for a, b in pairwise(merged))
+
+
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("s3://AKIA:topsecret@bucket/path?secret_key=topsecret", "at s3://bucket/path: Unexpected query parameter"),
+        ("nope://AKIA:topsecret@bucket/path?key=topsecret", "at nope://bucket/path: Unrecognized filesystem type"),
+        ("s3://AKIA:top secret@bucket/path", "at s3://bucket/path: Cannot parse URI"),
+    ],
+)
+def test_an_uri_to_resume_from_shows_no_secret(uri, says):
+    with pytest.raises(StateError) as error:
+        resume_states(uri)
+    assert says in str(error.value)
+    shown = "".join(traceback.format_exception(error.value))
+    assert "topsecret" not in shown
+    assert "top secret" not in shown
+
+
+def test_a_store_that_cannot_be_reached_is_a_typed_error(monkeypatch):
+    def fail(uri):
+        raise OSError(f"When resolving region for {uri}: AWS Error NETWORK_CONNECTION")
+
+    monkeypatch.setattr("ray.train.Checkpoint", fail)
+    with pytest.raises(
+        StateError, match=r"at s3://bucket/path: When resolving region for s3://\*\*\*@bucket/path: AWS"
+    ):
+        train._checkpoint_at("s3://AKIA:topsecret@bucket/path")
