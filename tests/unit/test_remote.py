@@ -169,7 +169,7 @@ def test_tables_that_are_no_snapshot_of_a_main_branch(
     with pytest.raises(ConfigError, match="storage_options must not be given with a remote table"):
         table_ref(table, {"k": "v"})
     with pytest.raises(ConfigError, match=r"pin\(\) takes a table that Lance opens itself, got RemoteTableRef"):
-        Pin(table_ref(table), "run")
+        Pin(table_ref(table), "run", lambda pin: None)
     with pytest.raises(ConfigError, match="the order of a remote table must be a computed one, got order='lancedb'"):
         lance_stream(table, num_splits=2, order="lancedb")
     monkeypatch.setattr(type(table), "current_branch", lambda self: "b")
