@@ -64,9 +64,8 @@ def _run_all(names: list[str], context: Context, out: Path) -> int:
         failed |= isinstance(tables, str)
         run = dataclasses.replace(begun, tables=tables, load_after=load(), took_s=time.time() - begun.begun_s)
         (kept / f"{name}.json").write_text(json.dumps(dataclasses.asdict(run)))
-        page = render(_kept_runs(kept), context)  # after each, so that an interrupted run leaves a page
-        out.write_text(page)
-    print(page)
+        out.write_text(render(_kept_runs(kept), context))  # after each, so that an interrupted run leaves a page
+    print(out.read_text())
     say(f"written to {out}")
     return 1 if failed else 0
 

@@ -230,8 +230,9 @@ class StreamShard(StreamSizedIterator, Resumable):
 
     def schema(self) -> Schema:
         """Columns and types of the batches; with transforms, those of a first cycle that is read for it."""
+        plan = self._plan_of_next()
         if self._config.stages:
-            walk, plan = self._walk(Position(self.epoch), self._plan_of_next()), self._plan_of_next()
+            walk = self._walk(Position(self.epoch), plan)
             return Schema(batch_schema(self._supply.schema(self._position.with_list(plan, self.epoch), walk)))
         return Schema(batch_schema(projected_schema(plan.table, list(plan.columns))))
 

@@ -244,14 +244,15 @@ def _opened(uri: str, options: Mapping[str, str], version: int | None = None) ->
     import lance
 
     options = with_retries(uri, options)
+    failure: BaseException | None = None
     for _ in range(_LISTINGS):
         dataset, failure = attempt(lambda: lance.dataset(uri, version=version, storage_options=options or None))
-        if failure is None or not is_cut_listing(str(failure)):
+        if dataset is not None:
+            return dataset
+        if not is_cut_listing(str(failure)):
             break
-    if failure is not None:
-        raise failure
-    assert dataset is not None
-    return dataset
+    assert failure is not None
+    raise failure
 
 
 def open_newest(uri: str, options: Mapping[str, str]) -> lance.LanceDataset:

@@ -81,7 +81,7 @@ def stream_rate(shard: StreamShard, batches_of: Callable[[StreamShard], Any], ep
     """Rows per second of a shard's batches from the start of an epoch, and on into the next ones."""
     shard.set_epoch(epoch)
     batches: Iterator[Any] = itertools.chain.from_iterable(batches_of(shard) for _ in itertools.count())
-    begun_s = time.perf_counter()
+    begun_s = now_s = time.perf_counter()
     next(batches)
     rows, counted_from_s = 0, 0.0
     for batch in batches:
