@@ -137,9 +137,9 @@ def ddp_loop(config: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(590)
 def test_ddp_weights_agree_for_every_worker_count(cluster, table, tmp_path):
-    """The same data and global batch give the same model on 1 to 5 workers, 5 of which do not divide 12 splits."""
+    """The same data and global batch give the same model on 1, 3 and 5 workers; 5 do not divide 12 splits."""
     found = {}
-    for world in (1, 2, 3, 4, 5):
+    for world in (1, 3, 5):
         made = {
             name: lance_stream(table, num_splits=NUM_SPLITS, global_batch_size=GLOBAL_BATCH)
             for name in ("float64", "float32")

@@ -81,7 +81,7 @@ def logs(cluster, table, tmp_path_factory) -> dict[int, Path]:
     """One run per worker count; the directory of its logs."""
     found = {}
     kept = []
-    for world, prefetch in ((1, 0), (2, 1), (3, 2), (4, 4)):
+    for world, prefetch in ((1, 0), (2, 1), (4, 4)):
         directory = tmp_path_factory.mktemp(f"w{world}")
         made = streams(table)
         names = [name for name in made if name != "whole"]
@@ -123,14 +123,14 @@ def attempt(logs: dict[int, Path], name: str, world: int) -> AttemptLog:
 
 
 @pytest.mark.parametrize("name", ["plain", "filtered", "clumped", "ordered", "val"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_rows_of_each_global_step_are_those_of_one_worker(logs, table, name, world):
     oracle = oracles(table)[name].steps(range(EPOCHS))
     assert attempt(logs, name, world).steps(GLOBAL_BATCH // NUM_SPLITS) == oracle
 
 
 @pytest.mark.parametrize("name", ["plain", "filtered", "clumped", "ordered"])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 4])
 def test_ranks_take_even_steps_and_their_own_columns_of_the_cycle(logs, table, name, world):
     """B19 and the order within a rank: rank r has the columns of its split block of each cycle, in cycle order."""
     oracle, k = oracles(table)[name], NUM_SPLITS // world
@@ -157,7 +157,7 @@ def test_epochs_differ_and_each_has_every_row_once(logs, table):
     assert all(len(rows) == 525 % NUM_SPLITS for rows in left_out)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_stream_outside_datasets_to_split_is_seen_whole_by_each_worker(logs, table, world):
     for rank in range(world):
         ids = (logs[world] / f"whole_w{world}-{rank}.txt").read_text().split()

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 import ray_lance_stream
 from ray_lance_stream import lance_stream
-from tests.support import Oracle, effective_history, log_loop, make_table, no_readers_left, read_logs, scan_ids, write
+from tests.support import Oracle, effective_history, log_loop, make_table, read_logs, scan_ids, write
 
 pytestmark = pytest.mark.timeout(580)
 
@@ -34,13 +33,6 @@ GLOBAL_BATCH = 24
 M = GLOBAL_BATCH // NUM_SPLITS
 ROWS = 300  # 25 cycles, 13 steps an epoch: the last one is short
 STEPS = 13
-
-
-@pytest.fixture(scope="module", autouse=True)
-def readers_end(cluster) -> Iterator[None]:
-    """No run of this module leaves a reader behind."""
-    yield
-    no_readers_left()
 
 
 @pytest.fixture(scope="module")
