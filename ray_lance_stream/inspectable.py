@@ -179,8 +179,7 @@ class Inspectable:
         return self._local if local_run() is not None or not any(self._told(None)[0]) else None
 
     def _told(self, run: str | None) -> tuple[list[str], dict[int, RankProgress]]:
-        if self._coordinator is None:  # nobody has been told of it
-            return [], {}
+        assert self._coordinator is not None
         return cast("tuple[list[str], dict[int, RankProgress]]", ray.get(self._coordinator.snapshot.remote(run)))
 
     def _snapshot(self, run: str | None) -> dict[int, RankProgress]:
