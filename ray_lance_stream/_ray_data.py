@@ -14,7 +14,11 @@ import pyarrow as pa
 import ray
 from ray.data._internal.arrow_ops.transform_pyarrow import concat
 from ray.data._internal.block_batching.interfaces import Batch, BlockStageTimings, FinalizedBatch, ResolvedBlock
-from ray.data._internal.block_batching.iter_batches import DEFAULT_FORMAT_THREADPOOL_NUM_WORKERS, BatchIterator
+from ray.data._internal.block_batching.iter_batches import (
+    DEFAULT_FORMAT_THREADPOOL_NUM_WORKERS,
+    BatchIterator,
+    _format_in_threadpool,
+)
 from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry, RefBundle
 from ray.data._internal.stats import DatasetStats, TimeSpan
 from ray.data._internal.tensor_extensions.arrow import ArrowTensorArray
@@ -122,6 +126,9 @@ class ShardBatchIterator(BatchIterator):
         self._on_end = on_end
         self._closed = False
         self._threads: set[threading.Thread] = set()
+        # The thread of the pipeline has one batch ready in any case: a second thread takes more time than it saves.
+        self._in_threads = self._prefetch_batches > 1
+        self._preserve_order = self._preserve_order and self._in_threads
         self._gate = Gate(self._prefetch_batches + DEFAULT_FORMAT_THREADPOOL_NUM_WORKERS)
 
     def close(self) -> None:
@@ -168,6 +175,19 @@ class ShardBatchIterator(BatchIterator):
     def _blocks_to_batches(self, blocks: Iterator[ResolvedBlock]) -> Iterator[Batch]:
         batches = super()._blocks_to_batches(blocks)
         return map(self._through_gate, batches) if self._preserve_order else batches
+
+    def _format_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        if self._in_threads:
+            return super()._format_batches(batches)
+        stats: Any = self._stats  # Ray's annotation leaves out its own None
+        return _format_in_threadpool(
+            batches,
+            stats,
+            self._batch_format,
+            self._collate_fn,
+            num_threadpool_workers=0,
+            ensure_copy=self._ensure_copy,
+        )
 
     def _through_gate(self, batch: Batch) -> Batch:
         self._threads.add(threading.current_thread())

@@ -51,9 +51,10 @@ class ChunkSizer:
         """Estimated bytes of rows that have not come yet: an upper bound if no row is larger than those seen so far."""
         return -(-num_rows * self._cycle_bytes // self._block_size)
 
-    def next_bytes(self) -> int:
-        """Estimated bytes of the next chunk."""
-        return self.next_cycles() * self._cycle_bytes
+    def next_bytes(self, rows_left: int | None = None) -> int:
+        """Estimated bytes of the next chunk, of a pass that has `rows_left` more rows."""
+        size_bytes = self.next_cycles() * self._cycle_bytes
+        return size_bytes if rows_left is None else min(size_bytes, self.bytes_of(rows_left))
 
     def seen(self, info: ChunkInfo) -> None:
         """Learn from a chunk that came."""

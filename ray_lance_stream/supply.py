@@ -156,10 +156,10 @@ class ChunkSupply:
         reads, first_rows = self._reads(plan, walk), walk.batch_size or walk.block.size
         if before is None:
             sizer = ChunkSizer(self._config, walk.block.size, plan.row_bytes, first_rows)
-        elif before.held_bytes() < before.sizer.next_bytes():
+        elif before.held_bytes() < before.sizer.next_bytes(walk.num_rows) / 2:
             sizer = before.sizer.again(first_rows)
         else:
-            sizer = before.sizer  # the loop has a chunk to consume before it asks for the first one
+            sizer = before.sizer  # the loop has enough to consume before it asks for the first chunk
         return ReadWindow(walk, reads, self._line(), sizer, self._config, self._new_count(), self._meter)
 
     def _line(self) -> ChunkLine:

@@ -68,6 +68,14 @@ def test_the_next_pass_is_read_before_the_last_batch_and_nothing_twice(shards: S
     assert shard.state_dict()["epoch"] == 3
 
 
+def test_an_epoch_that_fits_one_chunk_is_one_read_once_sizes_are_known(shards: Shards, table, epochs, sent):
+    shard = shards(table)
+    reads = sent(shard)
+    assert passes(shard, 4) == epochs
+    assert [epoch for epoch, _ in reads].count(0) > 1  # begins small, so that the first batch comes soon
+    assert reads.count((3, 0)) == [epoch for epoch, _ in reads].count(3) == 1
+
+
 def ahead_bytes(shard: StreamShard) -> int:
     """Bytes of what is read ahead."""
     window = shard._supply.ahead.window
