@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -45,18 +44,19 @@ SAVE_EVERY = 3
 @contextmanager
 def nodes() -> Iterator[Cluster]:
     """A head without CPUs and one node of two CPUs, on one machine."""
-    # Ray Train still counts the CPUs of a killed node for a while, and waits this long for workers there.
-    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "15"
-    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "1"
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 200 << 20})
-    ray.init(address=cluster.address)
-    cluster.add_node(num_cpus=2, object_store_memory=200 << 20)
-    cluster.wait_for_nodes()
-    try:
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray Train still counts the CPUs of a killed node for a while, and waits this long for workers there.
+        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 200 << 20})
+        ray.init(address=cluster.address)
+        cluster.add_node(num_cpus=2, object_store_memory=200 << 20)
+        cluster.wait_for_nodes()
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 def elastic_loop(config: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ def notices(directory: Path) -> list[tuple[int, int]]:
     return [tuple(line["noticed"]) for line in lines if "noticed" in line]
 
 
-def test_the_group_grows_and_shrinks_and_every_step_keeps_its_rows(tmp_path):
+def test_the_group_grows_and_shrinks_and_every_step_keeps_its_rows(no_cluster, tmp_path):
     """In a process of its own, whose driver belongs to this cluster alone."""
     script = "import sys; from tests.integration.test_elastic_resize import scenario; scenario(sys.argv[1])"
     done = subprocess.run(

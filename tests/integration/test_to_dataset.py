@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,11 +27,9 @@ SECRET = "s3cr3t-v4lue"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster(no_cluster) -> None:
     """With a few logical CPUs only: Ray Data starts a process for each of them."""
     ray.init(address="local", num_cpus=4, object_store_memory=1 << 29, include_dashboard=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
