@@ -200,12 +200,15 @@ def _named(table: pa.Table, columns: list[str]) -> pa.Table:
 def _refuse_overflow(table: pa.Table) -> None:
     """Arrow joins the chunks of a column to reorder it, which 32-bit offsets limit to 2 GiB."""
     for name, column in zip(table.column_names, table.columns, strict=True):
-        is_narrow = pa.types.is_string(column.type) or pa.types.is_binary(column.type)
-        if is_narrow and column.num_chunks > 1 and column.nbytes > _MAX_CHUNK_BYTES:
+        if _has_narrow_offsets(column.type) and column.num_chunks > 1 and column.nbytes > _MAX_CHUNK_BYTES:
             raise ReadError(
                 f"one read may hold at most {_MAX_CHUNK_BYTES} bytes of a {column.type} column, got {column.nbytes} "
                 f"bytes of {name!r} in {len(table)} rows; read fewer rows at once or store it as large_{column.type}"
             )
+
+
+def _has_narrow_offsets(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_binary(kind)
 
 
 def _raise_read_error(
@@ -222,7 +225,9 @@ def _raise_read_error(
         error, message = VersionNotFoundError, f"{message}. {KEEP_VERSION_REMEDY}"
     elif "overflow" in text.lower():
         message += f". One read may hold at most {_MAX_CHUNK_BYTES} bytes of a string, binary or list column"
-        message += f" ({', '.join(columns)}): read fewer rows at once, or store it as large_string or large_binary"
+        types = {field.name: field.type for field in dataset.schema}
+        narrow = [name for name in columns if name not in types or _has_narrow_offsets(types[name])] or columns
+        message += f" ({', '.join(narrow)}): read fewer rows at once, or store it as large_string or large_binary"
     elif "non-existent fragment" in text:
         message += f". Offsets must be below the {dataset.count_rows()} live rows, got up to {rows.max()}"
     elif not is_refusal(text) and not is_passing(text) and (files := unreadable_files(dataset, rows, columns)):
