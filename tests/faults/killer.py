@@ -68,8 +68,8 @@ class Killer:
         table, killed_s = Table(folder, run.kind), 0.0
         allow(folder, AHEAD)
         drivers = [self._driver(run, folder, 0)]
-        steps = table.steps() * EPOCHS
         try:
+            steps = table.steps() * EPOCHS
             for number, kill in enumerate(run.kills):
                 if kill.at is not None:
                     step = int(kill.at * steps)
@@ -104,7 +104,8 @@ class Killer:
             return subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=log, stderr=subprocess.STDOUT)
 
     def _replace_node(self) -> None:
-        """Another one comes in its place."""
+        """Kill the node, on which no coordinator may be; another one comes in its place."""
+        assert self._side.node_id not in [a["Address"]["NodeID"] for a in self._alive("StreamCoordinator")]
         self._cluster.remove_node(self._side, allow_graceful=False)
         self._side = self._cluster.add_node(**NODE_ARGS)
 
@@ -121,13 +122,15 @@ class Killer:
         return bool(pids)
 
     def pids(self, class_name: str) -> list[int]:
-        """Process ids of the live actors of a class, in this cluster."""
+        """Process ids of the live actors of a class."""
+        return sorted(actor["Pid"] for actor in self._alive(class_name))
+
+    @staticmethod
+    def _alive(class_name: str) -> list[dict[str, Any]]:
         from ray._private.state import actors
 
         found = actors().values()
-        return sorted(
-            a["Pid"] for a in found if (a["ActorClassName"], a["State"]) == (class_name, "ALIVE") and a["Pid"]
-        )
+        return [a for a in found if (a["ActorClassName"], a["State"]) == (class_name, "ALIVE") and a["Pid"]]
 
 
 def until(condition: Callable[[], bool], driver: subprocess.Popen[bytes] | None, what: str) -> None:

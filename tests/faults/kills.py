@@ -130,26 +130,31 @@ class Doubled:
         return doubled(batch)
 
 
+def as_it_is(stream: LanceStream) -> LanceStream:
+    """Without transforms."""
+    return stream
+
+
 SMALL: dict[str, Any] = {"read_batch_size": 1, "prefetch_chunks": 6}
 KINDS: dict[str, tuple[dict[str, Any], Callable[[LanceStream], LanceStream]]] = {
     "listed, filtered, in actors": (
         {"order": "lancedb", "filter": FILTER, "read_batch_size": 2},
         lambda stream: stream.map_batches(Doubled, concurrency=2, **SIDE),
     ),
-    "plain": ({}, lambda stream: stream),
-    "small chunks of two readers": ({**SMALL, "readers_per_worker": 2}, lambda stream: stream),
-    "filtered": ({"filter": FILTER, **SMALL}, lambda stream: stream),
+    "plain": ({}, as_it_is),
+    "small chunks of two readers": ({**SMALL, "readers_per_worker": 2}, as_it_is),
+    "filtered": ({"filter": FILTER, **SMALL}, as_it_is),
     "in tasks": (SMALL, lambda stream: stream.map_batches(doubled, concurrency=3, **SIDE)),
-    "clumped": ({"shuffle_clump_size": 7, "prefetch_chunks": 1}, lambda stream: stream),
+    "clumped": ({"shuffle_clump_size": 7, "prefetch_chunks": 1}, as_it_is),
     "in readers": (SMALL, lambda stream: stream.map_batches(doubled)),
-    "new versions": ({"on_new_version": "next_epoch", "filter": FILTER, **SMALL}, lambda stream: stream),
+    "new versions": ({"on_new_version": "next_epoch", "filter": FILTER, **SMALL}, as_it_is),
     "in readers, tasks and actors": (
         SMALL,
         lambda stream: (
             stream.map_batches(doubled).map_batches(doubled, **SIDE).map_batches(Doubled, concurrency=2, **SIDE)
         ),
     ),
-    "in the order of the table": ({"shuffle": False}, lambda stream: stream),
+    "in the order of the table": ({"shuffle": False}, as_it_is),
 }
 
 
@@ -173,7 +178,7 @@ class Table:
     @property
     def is_mapped(self) -> bool:
         """Whether there is a column more."""
-        return " in " in f" {self.kind}" and "order" not in self.kind
+        return KINDS[self.kind][1] is not as_it_is
 
     @property
     def grows(self) -> bool:
@@ -306,12 +311,10 @@ def footprint() -> dict[str, Any]:
     return {
         "threads": Counter(thread.name.rstrip("-0123456789") for thread in threading.enumerate()),
         "bytes": capacity["object_store_memory"] - free.get("object_store_memory", 0.0),
-        "actors": [a["ActorClassName"] for a in actors().values() if a["ActorClassName"] in OURS and is_alive(a)],
+        "actors": [
+            a["ActorClassName"] for a in actors().values() if a["ActorClassName"] in OURS and a["State"] != "DEAD"
+        ],
     }
-
-
-def is_alive(actor: dict[str, Any]) -> bool:
-    return actor["State"] != "DEAD"
 
 
 def left_behind(before: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
