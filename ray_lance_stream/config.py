@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
 import ray
 
+from ray_lance_stream.aside import aside
 from ray_lance_stream.content import TableContent
 from ray_lance_stream.errors import ConfigError, ReadError
 from ray_lance_stream.order import Order
@@ -56,7 +58,7 @@ class Shared(Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._ref is None and ray.is_initialized():
-            self._ref = ray.put(self._value)
+            self._ref = aside(partial(ray.put, self._value))
         return Shared, (self._value, None) if self._ref is None else (None, self._ref)
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_lance_stream.attempts import Attempt, AttemptBook, PassStart, RankProgress, Turn
 from ray_lance_stream.config import ReadPlan, RowList, Shared
@@ -56,7 +57,9 @@ class StreamCoordinator:
         self._epochs: EpochVersions | None = None
         self._lists = RowLists()
         self._shelf = ReaderShelf(partial(start_reader, label, table), KEEP_READERS_S, time.monotonic)
-        self._shelf.spare(ray.get_runtime_context().get_node_id(), KEEP_SPARE_S)
+        here = ray.get_runtime_context()
+        if not here.was_current_actor_reconstructed:  # who has lost readers asks for new ones, never for the spare
+            self._shelf.spare(here.get_node_id(), KEEP_SPARE_S)
         self._stages = StageShelf(_start_stage_worker, KEEP_READERS_S, time.monotonic)
         threading.Thread(target=self._sweep, name="sweep readers", daemon=True).start()
 
@@ -194,11 +197,13 @@ def _start_stage_worker(stage: Stage) -> Worker:
 
 
 def start_coordinator(label: str, table: TableRef) -> ray.actor.ActorHandle:
-    """A coordinator owned by this process."""
+    """A coordinator owned by this process, and on its node, where it can be: with that it would end anyway. Ray puts actors
+    that take no CPU on any node, and one that is taken away would take the readers of all nodes along."""
     remote: Any = ray.remote
     actor = remote(concurrency_groups={"plans": PLANS_AT_A_TIME})(StreamCoordinator)
     return actor.options(
         num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
         max_concurrency=CALLS_AT_A_TIME,
         max_restarts=MAX_RESTARTS,
         max_task_retries=CALL_RETRIES,

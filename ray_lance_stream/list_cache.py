@@ -2,11 +2,13 @@
 
 One file per list, named by all that the list follows from, written beside its place and renamed into it. The folder is
 RAY_LANCE_STREAM_CACHE, else ray_lance_stream in the user's cache folder, of the node where the coordinator runs. Nothing
-depends on it: what is missing, damaged or cannot be written is made again.
+depends on it: what is missing, damaged or cannot be written is made again. Who writes a file holds a lock on it, which goes
+with the process: what a killed one has left is told by it, and removed by the next one that keeps a list.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import time
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "RAY_LANCE_STREAM_CACHE"
 MAX_BYTES = 4 * 2**30
-ABANDONED_S = 3600.0  # nobody writes a file for that long
+ABANDONED_S = 3600.0  # nobody writes a file for that long, where files cannot be locked
 # No other file has such a name: the folder may be one in which the user keeps files of his own.
 _SUFFIX = ".ray-lance-stream-list"
 _PART_SUFFIX = f"{_SUFFIX}.part"
@@ -85,9 +87,13 @@ class ListCache:
         part = self.folder / f"{key}.{uuid.uuid4().hex}{_PART_SUFFIX}"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with pa.OSFile(str(part), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-                writer.write_table(table)
-            os.replace(part, self.folder / f"{key}{_SUFFIX}")
+            with part.open("xb") as sink:
+                with suppress(OSError):
+                    fcntl.flock(sink, fcntl.LOCK_EX)
+                with pa.ipc.new_file(sink, table.schema) as writer:
+                    writer.write_table(table)
+                sink.flush()
+                os.replace(part, self.folder / f"{key}{_SUFFIX}")
             self._make_room(keep=key)
         except OSError as error:
             logger.warning(
@@ -99,9 +105,8 @@ class ListCache:
     def _make_room(self, keep: str) -> None:
         """Other processes may do the same at the same time."""
         assert self.folder is not None
-        now_s = time.time()
         for path, status in _files(self.folder, _PART_SUFFIX):
-            if now_s - status.st_mtime > ABANDONED_S:
+            if _is_abandoned(path, status):
                 path.unlink(missing_ok=True)
         files = sorted(_files(self.folder, _SUFFIX), key=lambda file: file[1].st_mtime)
         total = sum(status.st_size for _, status in files)
@@ -111,6 +116,16 @@ class ListCache:
             if path.name.removesuffix(_SUFFIX) != keep:
                 path.unlink(missing_ok=True)
                 total -= status.st_size
+
+
+def _is_abandoned(path: Path, status: os.stat_result) -> bool:
+    """Whether nobody writes a part any more."""
+    try:
+        with path.open("r+b") as part:
+            fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # it is locked, or locks are not served here
+        return time.time() - status.st_mtime > ABANDONED_S
+    return True
 
 
 def _files(folder: Path, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:

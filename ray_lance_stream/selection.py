@@ -97,12 +97,15 @@ def scan_offsets(dataset: lance.LanceDataset, filter: str, progress: bool) -> np
     """int64[m] sorted offsets of the rows that match. Takes 16 bytes per match at its peak, besides Lance's buffers."""
     from tqdm import tqdm
 
+    class Bar(tqdm):
+        monitor_interval = 0  # no thread that redraws bars, and that would stay
+
     parts: list[np.ndarray] = []
     # Only the columns of the filter are read besides. Batches copied to int64 set Arrow's buffers free.
     scanner = dataset.scanner(
         columns=["_rowoffset"], filter=filter, scan_in_order=True, io_buffer_size=_SCAN_BUFFER_BYTES
     )
-    bar: Any = tqdm(
+    bar: Any = Bar(
         total=dataset.count_rows(),
         desc="finding rows that match the filter",
         unit="row",

@@ -14,6 +14,7 @@ from ray.data import DataContext
 
 from ray_lance_stream import train
 from ray_lance_stream._ray_data import local_mode_name, local_run
+from ray_lance_stream.aside import aside
 from ray_lance_stream.attempts import Attempt
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.coordinator import start_coordinator
@@ -75,8 +76,8 @@ class LanceStream(Transformable, Inspectable):
 
     def __getstate__(self) -> dict[str, Any]:
         # The coordinator must belong to this process: the actors of a worker group die with it.
-        if ray.is_initialized():
-            self._coordinator_handle()
+        if self._coordinator is None and ray.is_initialized():
+            aside(self._coordinator_handle)
         return {**self.__dict__, "_local": None, "_local_run": None}
 
     def __getattr__(self, name: str) -> Any:

@@ -69,6 +69,7 @@ def test_killed_readers_lose_nothing(shards: Shards, table, expected, readers):
 
 def test_a_killed_coordinator_loses_nothing(table, expected):
     """Its readers die with it; the one that restarts hands out new ones (B31)."""
+    others = len(running_readers())
     stream = lance_stream(table, num_splits=48, read_batch_size=1, prefetch_chunks=2)
     shard = stream.shard()
     rows: list[int] = []
@@ -77,6 +78,7 @@ def test_a_killed_coordinator_loses_nothing(table, expected):
         if number == 3:
             ray.kill(stream._coordinator, no_restart=False)
     assert rows == expected
+    assert len(running_readers()) == others + 1  # none that nobody has asked for
     stream.close()
 
 

@@ -141,6 +141,20 @@ def test_closing_lets_readers_go(table, cluster):
     assert eventually(lambda: live_actors("SplitReader") == before)
 
 
+def test_a_stream_that_was_sent_away_goes_with_its_last_holder(table, cluster):
+    """Its coordinator is started, and its rows and functions are shared, while Ray pickles it: Ray must still count them."""
+    coordinators = live_actors("StreamCoordinator")
+    counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts
+    held = set(counts())
+    stream = lance_stream(table, num_splits=48, filter="id % 3 = 0").map_batches(lambda batch: batch)
+    sent = ray.put(stream)
+    assert live_actors("StreamCoordinator") == coordinators + 1
+    assert len(set(counts()) - held) == 3  # the stream, its rows and its function
+    del stream, sent
+    assert eventually(lambda: set(counts()) <= held), set(counts()) - held
+    assert eventually(lambda: live_actors("StreamCoordinator") == coordinators)
+
+
 # ---- a read that does not end
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -263,6 +265,36 @@ def test_the_cache_lets_the_files_of_others_alone(tmp_path):
     assert all(path.exists() for path in foreign)
     assert not abandoned.exists()
     assert [cache.load(f"k.{number}") is None for number in range(3)] == [True, True, False]
+
+
+HALF = """
+import sys, time
+import numpy as np
+import pyarrow as pa
+from pathlib import Path
+from ray_lance_stream.list_cache import ListCache
+
+class Half(pa.ipc.RecordBatchFileWriter):
+    def write_table(self, table):
+        super().write_table(table.slice(0, 10))
+        print("half", flush=True)
+        time.sleep(60)
+
+pa.ipc.new_file = Half
+ListCache(Path(sys.argv[1])).store("half", np.arange(1000), 2)
+"""
+
+
+def test_what_a_killed_process_has_left_half_written_goes_with_the_next_list_that_is_kept(tmp_path):
+    """And not while it writes."""
+    cache = ListCache(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", HALF, str(tmp_path)], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout.readline() == b"half\n"
+        cache.store("a", np.arange(1000), 2)
+        assert len(list(tmp_path.glob("half.*.part"))) == 1
+        writer.kill()
+    cache.store("b", np.arange(1000), 2)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):

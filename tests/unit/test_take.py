@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -489,6 +490,7 @@ def test_offsets_come_sorted_whatever_the_order_of_the_scan() -> None:
 def test_progress_shows_only_for_long_scans(
     uneven: lance.LanceDataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = threading.enumerate()
     scan_offsets(uneven, "id > 3", progress=True)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(selection, "_PROGRESS_DELAY_S", 0)
@@ -496,6 +498,7 @@ def test_progress_shows_only_for_long_scans(
     assert "finding rows" in capsys.readouterr().err
     scan_offsets(uneven, "id > 3", progress=False)
     assert capsys.readouterr().err == ""
+    assert threading.enumerate() == before
 
 
 @pytest.mark.parametrize(
