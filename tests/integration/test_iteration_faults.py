@@ -6,11 +6,13 @@ Guarantees 2 and 8, and the end trap: threads of Ray's batching that die without
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import lance
@@ -106,30 +108,52 @@ def test_lost_blocks_are_read_again(shards: Shards, table, expected, monkeypatch
     assert len(told) == count - len(lost) > 0  # a read that was sent again for another reason has another block
 
 
-def test_a_reader_that_hangs_is_replaced(table, expected, monkeypatch, caplog, cluster):
-    """A read that makes no progress cannot be cancelled: its reader is ended, and the read sent to another."""
-    monkeypatch.setattr(window, "TELL_STALLED_S", 0.5)
-    monkeypatch.setattr(window, "STALLED_S", 3.0)
-    stream = lance_stream(table, num_splits=48, read_batch_size=1)
+def test_a_reader_that_hangs_is_replaced(table, expected, caplog, cluster):
+    """A read that makes no progress cannot be cancelled: its reader is ended, and the read sent to another. What is waited
+    for is told, with process and place."""
+    stream = lance_stream(table, num_splits=48, read_batch_size=1, read_timeout_s=2.0, stall_warn_s=0.5)
     shard = stream.shard()
     rows: list[int] = []
-    stopped: list[int] = []
+    stopped: list[dict[str, Any]] = []
     try:
         for number, batch in enumerate(shard.iter_batches(batch_size=48, prefetch_batches=0), start=1):
             rows += ids_of(batch)
             if number == 3:
                 serving = shard._pass._window._reads[-1].sent.reader._actor_id.hex()
-                stopped = [actor["Pid"] for actor in running_readers() if actor["ActorID"] == serving]
-                for pid in stopped:
-                    os.kill(pid, signal.SIGSTOP)
+                stopped = [actor for actor in running_readers() if actor["ActorID"] == serving]
+                for actor in stopped:
+                    os.kill(actor["Pid"], signal.SIGSTOP)
     finally:
-        for pid in stopped:
+        for actor in stopped:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+                os.kill(actor["Pid"], signal.SIGCONT)
     assert len(stopped) == 1
     assert rows == expected
-    assert "still waiting after" in caplog.text
-    assert "reader ended, no answer for" in caplog.text
+    place = f"{stopped[0]['ActorID']} (ALIVE, on node {stopped[0]['Address']['NodeID']} (127.0.0.1), pid {stopped[0]['Pid']})"
+    chunk = rf": epoch 0, splits \[0, 48\), cycles \[\d, \d\) of {re.escape(table)} version \d+, attempt 1 of 4"
+    silent = rf"reader {re.escape(place)}, which does not answer{chunk}"
+    assert re.search(rf"still waiting after \d+ s for {silent}", caplog.text)
+    assert re.search(rf"reader ended: no progress for \d+ s of {silent}", caplog.text)
+    stream.close()
+
+
+def test_a_read_that_hangs_in_every_reader_is_told(tmp_path, monkeypatch, caplog, cluster):
+    """A data file that is never opened: a pipe without a writer. The readers live, and say what they are doing."""
+    monkeypatch.setattr(window, "MAX_ATTEMPTS", 2)
+    path = make_table(tmp_path / "t", 480)
+    stream = lance_stream(path, num_splits=48, read_timeout_s=1.5, stall_warn_s=1.0)
+    shard = stream.shard()
+    for file in Path(path, "data").iterdir():
+        file.unlink()
+        os.mkfifo(file)
+    with pytest.raises(ReadError, match=r"cannot read epoch 0, splits \[0, 48\), cycles \[0, \d+\) of ") as told:
+        flat(shard.iter_batches(batch_size=48))
+    said = str(told.value)
+    assert path in said
+    assert re.search(r"lost 2 times, at last to NoProgressError: no progress for \d+ s of reader \w+ \(ALIVE", said)
+    assert re.search(r"which has been reading for \d+ s: epoch 0.*, attempt 2 of 2$", said)
+    assert re.search(r"still waiting .* which has been reading for 1 s", caplog.text)
+    assert shard.state_dict()["samples_consumed_per_split"] == 0
     stream.close()
 
 

@@ -230,14 +230,17 @@ def test_a_dead_task_is_sent_again(shards: Shards, table, oracle, tmp_path):
     assert (tmp_path / "died").exists()
 
 
-def test_a_stage_that_waits_for_resources_is_told(shards: Shards, table, monkeypatch, caplog):
-    monkeypatch.setattr(window, "TELL_STALLED_S", 0.5)
-    shard = shards.of(shards.stream(table, **CHUNKS).map_batches(stamped, resources={"nowhere": 1}))
+def test_a_stage_that_waits_for_resources_is_told(shards: Shards, table, caplog):
+    """And waited for: the limit is one of reading."""
+    stream = shards.stream(table, **CHUNKS, stall_warn_s=0.5, read_timeout_s=0.7)
+    shard = shards.of(stream.map_batches(stamped, resources={"nowhere": 1}))
     threading.Timer(3.0, lambda: shard._end_pass(shard._pass)).start()
     with pytest.raises(IterationError):
         flat(shard.iter_batches(batch_size=12))
     text = "for transform stamped, which is slow or waits for free resources (concurrency=None, num_cpus=1, "
     assert f"{text}resources={{'nowhere': 1}} each): epoch 0" in caplog.text
+    assert "attempt 1 of 4" in caplog.text
+    assert "sent again" not in caplog.text
 
 
 # ---- failing rows
