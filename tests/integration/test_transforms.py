@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -240,6 +241,22 @@ def test_a_stage_that_waits_for_resources_is_told(shards: Shards, table, caplog)
     text = "for transform stamped, which is slow or waits for free resources (concurrency=None, num_cpus=1, "
     assert f"{text}resources={{'nowhere': 1}} each): epoch 0" in caplog.text
     assert "attempt 1 of 4" in caplog.text
+    assert "sent again" not in caplog.text
+
+
+def slow_once(batch: dict[str, Any], marker: str) -> dict[str, Any]:
+    if not os.path.exists(marker):
+        Path(marker).touch()
+        time.sleep(3)
+    return batch
+
+
+def test_a_slow_function_in_a_reader_is_told_and_waited_for(shards: Shards, table, oracle, tmp_path, caplog):
+    """The reader answers meanwhile, and its time with what users write has no limit."""
+    stream = shards.stream(table, **CHUNKS, stall_warn_s=0.5, read_timeout_s=0.7)
+    shard = shards.of(stream.map_batches(slow_once, fn_args=[str(tmp_path / "slept")]))
+    assert flat(shard.iter_batches(batch_size=12)) == oracle.reshape(-1).tolist()
+    assert re.search(r"reader with transform slow_once \w+ \(ALIVE, .*\), which has been transforming for", caplog.text)
     assert "sent again" not in caplog.text
 
 

@@ -211,7 +211,9 @@ def test_arbitrary_json_is_refused(path, stream, state):
 HUGE = 10**5000  # more digits than Python prints
 
 
-@pytest.mark.parametrize("name", ["epoch", "shuffle_seed", "samples_consumed_per_split", "format", "filter", "num_splits"])
+@pytest.mark.parametrize(
+    "name", ["epoch", "shuffle_seed", "samples_consumed_per_split", "format", "filter", "num_splits"]
+)
 @pytest.mark.parametrize("value", [HUGE, -HUGE, [HUGE], {HUGE: HUGE}, deep(100_000)], ids=range(5))
 def test_what_cannot_be_shown_is_refused(stream, states, name, value):
     for state in ({**states[1], name: value}, {**states[1], "listed": {name: value}}, {name: value, HUGE: 1}):

@@ -345,11 +345,13 @@ class Streams(RuleBasedStateMachine):
         for rank in self.ranks:
             rank.place = self.meant(saved)
 
-    @rule(turn=st.integers(0, 9), fresh=st.booleans(), stays=st.booleans(), steps=st.integers(1, 6))
+    @rule(turn=st.integers(0, 9), fresh=st.booleans(), stays=st.booleans(), sets=st.booleans(), steps=st.integers(1, 6))
     @precondition(lambda self: len({rank.place for rank in self.ranks}) == 1)
-    def stop_and_go_on(self, turn: int, fresh: bool, stays: bool, steps: int) -> None:
+    def stop_and_go_on(self, turn: int, fresh: bool, stays: bool, sets: bool, steps: int) -> None:
         """From where the loops are, for some rows."""
         self.resume(self.save(), self.kind.worlds.index(self.world) if stays else turn, fresh)
+        if sets:
+            self.set_epoch(None)
         self.iterate(steps, "rows", 1, False, 0)
 
     @rule(saved=saves)
