@@ -37,8 +37,7 @@ class Call:
         if self.is_done:
             return
         self.is_done = True
-        if self._actor.cluster.reads_to_lose > 0 and len(self.refs) > 1:
-            self._actor.cluster.reads_to_lose -= 1
+        if len(self.refs) > 1 and self._actor.cluster.is_to_die(self._args[0].key):
             self._actor.die()
         if self._actor.is_dead:
             self._settle(error=self._actor.death())
@@ -146,13 +145,16 @@ class Cluster:
     """The actors of a test.
 
     Attributes:
-        reads_to_lose: so many of the next reads end their reader.
+        reads_to_lose: so many of the next reads end their reader; the same one only once.
+        every_read_dies: and again whenever it is sent again.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.readers: list[Actor] = []
         self.coordinators: list[Actor] = []
         self.reads_to_lose = 0
+        self.every_read_dies = False
+        self._lost: set[str] = set()
         patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # what is lost is told each time
         for name in ("get", "put", "wait", "kill", "is_initialized", "get_runtime_context"):
             patch.setattr(ray, name, getattr(self, name))
@@ -171,6 +173,16 @@ class Cluster:
     def _start_coordinator(self, label: str, table: Any) -> Actor:
         self.coordinators.append(Actor(self, lambda: StreamCoordinator(label, table)))
         return self.coordinators[-1]
+
+    def is_to_die(self, key: str) -> bool:
+        """Whether a read ends its reader."""
+        if self.every_read_dies:
+            return True
+        if not self.reads_to_lose or key in self._lost:
+            return False
+        self.reads_to_lose -= 1
+        self._lost.add(key)
+        return True
 
     # ---- what happens to it
 
@@ -195,6 +207,7 @@ class Cluster:
         """The streams of the test before are gone."""
         self.readers.clear()
         self.coordinators.clear()
+        self._lost.clear()
         self.reads_to_lose = 0
 
     # ---- what stands for Ray

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ray_lance_stream import LanceStream, StreamError, StreamShard, lance_stream, merge_state_dicts, to_lancedb_state
+from ray_lance_stream.cursor import EpochWalk, Position
 from ray_lance_stream.errors import StateError
 from ray_lance_stream.lancedb_state import from_lancedb_state
-from ray_lance_stream.splits import split_block
+from ray_lance_stream.splits import SplitGrid, split_block
 from ray_lance_stream.state import StreamState, dump_states, parse_states
 from ray_lance_stream.train import STATE_FILE, read_states
 from tests.fake_ray import Cluster
@@ -29,7 +31,7 @@ ROWS, S, G = 113, 12, 24
 LOOKED_AT = 40  # rows after a load
 
 fuzz = settings(
-    max_examples=150,
+    max_examples=100,
     derandomize=True,
     database=None,
     deadline=None,
@@ -217,9 +219,44 @@ HUGE = 10**5000  # more digits than Python prints
 @pytest.mark.parametrize("value", [HUGE, -HUGE, [HUGE], {HUGE: HUGE}, deep(100_000)], ids=range(5))
 def test_what_cannot_be_shown_is_refused(stream, states, name, value):
     for state in ({**states[1], name: value}, {**states[1], "listed": {name: value}}, {name: value, HUGE: 1}):
+        for action in (StreamState.from_dict, stream.shard().load_state_dict):
+            with pytest.raises(StateError) as told:
+                action(state)
+            check_text(told.value)
+    lancedb = {"shuffle_seed": 0, "num_splits": S, "epoch": 1, "samples_consumed_per_split": [3] * S}
+    for state in ({**lancedb, HUGE: 1}, {**lancedb, "epoch": value}, {**lancedb, "samples_consumed_per_split": value}):
         with pytest.raises(StateError) as told:
-            stream.shard().load_state_dict(state)
+            from_lancedb_state(state, replace(stream.shard().state().identity, order="lancedb"), None)
         check_text(told.value)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 12])
+@pytest.mark.parametrize("cycle", [0, 8, 9, 10])
+def test_rows_of_an_open_cycle(path, stream, states, world, cycle):
+    """Fewer than the largest block has, in a cycle that there is. A rank with a smaller block may have had all of it."""
+    for rank in {0, world - 1}:
+        for rows in (0, 1, 2, 3, 5, 6, 11, 12, 13):
+            partial = {"rows": rows, "world_size": world} if rows else None
+            state = {**states[0], "samples_consumed_per_split": cycle, "partial": partial}
+            shard = stream.shard(rank, world)
+            if cycle > 9 or (rows and (cycle == 9 or rows >= -(-S // world))):
+                with pytest.raises(StateError, match=r"must be rows of an open cycle|at most the 9 cycles"):
+                    shard.load_state_dict(state)
+            else:
+                shard.load_state_dict(state)
+                meant = StreamState.from_dict(state if cycle < 9 else {**states[0], "epoch": 1})
+                expected = [*oracle_rows(path, meant, rank, world)][:LOOKED_AT]
+                assert rows_of(shard) == expected
+            shard.close()
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_no_read_is_empty(rows):
+    """Functions of `map_batches` would be given no rows."""
+    walk = EpochWalk(SplitGrid(ROWS, S), split_block(S, 5, 0), Position(0, 3, rows))
+    span = walk.next_span(None, 1)
+    assert span is not None
+    assert (span.start, span.skip_rows, span.num_rows, walk.num_rows) == (4, 0, 2, 10)
 
 
 @given(data=st.data())
@@ -242,7 +279,7 @@ def test_states_of_a_streaming_dataset(stream, data):
     good["positions_consumed_per_split"] = [3] * S
     state = data.draw(mutated(good))
     identity = stream.shard().state().identity
-    listed = type(identity)(**{**vars(identity), "order": "lancedb"})
+    listed = replace(identity, order="lancedb")
     if "format" not in state and isinstance(state, dict):
         found = is_told(lambda: from_lancedb_state(state, listed, None))
         if found is not None:
