@@ -112,7 +112,7 @@ def test_a_reader_that_hangs_is_replaced(table, expected, monkeypatch, caplog, c
     """A read that makes no progress cannot be cancelled: its reader is ended, and the read sent to another. What is waited
     for is told, with process and place."""
     monkeypatch.setattr(watch, "ANSWER_S", 1.0)
-    stream = lance_stream(table, num_splits=48, read_batch_size=1, read_timeout_s=1.5, stall_warn_s=1.0)
+    stream = lance_stream(table, num_splits=48, read_batch_size=1, read_timeout_s=5.0, stall_warn_s=1.0)
     shard = stream.shard()
     rows: list[int] = []
     stopped: list[dict[str, Any]] = []
