@@ -147,13 +147,14 @@ class Cluster:
     Attributes:
         reads_to_lose: so many of the next reads end their reader; the same one only once.
         every_read_dies: and again whenever it is sent again.
+        is_wide: blocks lie on another node, and come when they are waited for.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.readers: list[Actor] = []
         self.coordinators: list[Actor] = []
         self.reads_to_lose = 0
-        self.every_read_dies = False
+        self.every_read_dies = self.is_wide = False
         self._lost: set[str] = set()
         patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # what is lost is told each time
         for name in ("get", "put", "wait", "kill", "is_initialized", "get_runtime_context"):
@@ -209,10 +210,13 @@ class Cluster:
         self.coordinators.clear()
         self._lost.clear()
         self.reads_to_lose = 0
+        self.is_wide = False
 
     # ---- what stands for Ray
 
     def get(self, refs: Any, timeout: float | None = None) -> Any:
+        if timeout == 0 and self.is_wide:
+            raise ray.exceptions.GetTimeoutError
         return [ref.get() for ref in refs] if isinstance(refs, list) else refs.get()
 
     def put(self, value: Any) -> Ref:

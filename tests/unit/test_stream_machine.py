@@ -387,6 +387,11 @@ class Streams(RuleBasedStateMachine):
     def lose_blocks(self) -> None:
         self.cluster.lose_blocks()
 
+    @rule()
+    def move_readers(self) -> None:
+        """To another node, or back."""
+        self.cluster.is_wide = not self.cluster.is_wide
+
     @rule(count=st.integers(1, 9))
     def reads_that_kill(self, count: int) -> None:
         """The next reads take their reader along, some of them lost before by another cause."""
