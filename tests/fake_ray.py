@@ -155,6 +155,7 @@ class Cluster:
         self.coordinators: list[Actor] = []
         self.reads_to_lose = 0
         self.every_read_dies = self.is_wide = False
+        self.was_current_actor_reconstructed = False  # for the context of whoever asks
         self._lost: set[str] = set()
         patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # what is lost is told each time
         for name in ("get", "put", "wait", "kill", "is_initialized", "get_runtime_context"):
@@ -196,8 +197,10 @@ class Cluster:
     def kill_coordinators(self) -> None:
         """All of them, and with them their readers; Ray starts them again, knowing nothing."""
         self.kill_readers()
+        self.was_current_actor_reconstructed = True
         for each in self.coordinators:
             each.restart()
+        self.was_current_actor_reconstructed = False
 
     def lose_blocks(self) -> None:
         """Chunks that have been read and not been fetched."""
