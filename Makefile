@@ -16,9 +16,11 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
 # What kills processes, fails requests or damages tables on purpose. `make test` runs each of these once, too, but of the
-# 50 kill rounds a tenth. KILL_SEED=n is another schedule of them.
+# 50 kill rounds a tenth. KILL_SEED=n is another schedule of them. Streams that are driven at random are driven for longer
+# here, in FUZZ_RUNS runs that are others each time.
+FUZZ_RUNS ?= 500
 faults: $(STAMP)
-	KILL_ROUNDS=all $(BIN)/python -m pytest -m faults $(ARGS)
+	KILL_ROUNDS=all FUZZ_RUNS=$(FUZZ_RUNS) $(BIN)/python -m pytest -m faults $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

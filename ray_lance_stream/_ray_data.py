@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray
+from ray._private.state import actors
 from ray.data._internal.arrow_ops.transform_pyarrow import concat
 from ray.data._internal.block_batching.interfaces import Batch, BlockStageTimings, FinalizedBatch, ResolvedBlock
 from ray.data._internal.block_batching.iter_batches import (
@@ -47,6 +48,7 @@ __all__ = [
     "local_mode_name",
     "ref_bundle",
     "unpinned",
+    "where_is",
 ]
 
 
@@ -239,6 +241,18 @@ def local_mode_name(stream: Any) -> str | None:
     run = local_run()
     datasets = (run._dataset_shards or {}) if run is not None else {}
     return next((name for name, dataset in datasets.items() if dataset is stream), None)
+
+
+def where_is(actor: ray.actor.ActorHandle) -> str:
+    """Id, state, node and process of an actor, as far as the cluster knows them."""
+    actor_id = actor._actor_id.hex()
+    try:
+        known = actors(actor_id)
+        state, address, pid = known["State"], known["Address"], known["Pid"]
+    except Exception:  # of many kinds, and no reason to fail: this is for a message
+        return f"{actor_id} (its place is not known)"
+    where = f", on node {address['NodeID']} ({address['IPAddress']}), pid {pid}" if pid else ""
+    return f"{actor_id} ({state}{where})"
 
 
 class KeptByCluster:

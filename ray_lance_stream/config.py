@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DEFAULT_PREFETCH_BYTES = 128 * 2**20
+# Above the 126 s that opening a table and the 86 s that a read take to give up on an object store that is gone, and below the
+# 600 s after which a collective of the other ranks does.
+DEFAULT_READ_TIMEOUT_S = 300.0
+DEFAULT_STALL_WARN_S = 60.0
 MAX_CHUNK_BYTES = 16 * 2**20
 MAX_CHUNK_ROWS = 262_144
 
@@ -175,6 +180,13 @@ def at_least(name: str, value: Any, minimum: int) -> None:
         raise ConfigError(f"{name} must be an int >= {minimum}, got {value!r}")
 
 
+def seconds_or_none(name: str, value: Any) -> None:
+    """Raises ConfigError unless an argument is None or a time."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < math.inf):
+        raise ConfigError(f"{name} must be a number of seconds > 0, or None for no limit, got {value!r}")
+
+
 @dataclass(frozen=True)
 class StreamConfig:
     """How a stream is delivered; nothing here changes which rows a global step holds.
@@ -187,6 +199,8 @@ class StreamConfig:
         prefetch_chunks: chunks in flight per worker.
         prefetch_bytes: bytes in flight per worker.
         readers_per_worker: reader actors of one worker.
+        read_timeout_s: a read without progress for so long is abandoned; None: never.
+        stall_warn_s: after so long without a chunk a rank says what it waits for; None: never.
         resume: "auto" or "manual".
         resume_states: the states that `resume_from` holds, by stream name; "" stands for any name.
         replicas: consecutive ranks that share their rows.
@@ -204,6 +218,8 @@ class StreamConfig:
     prefetch_chunks: int = 4
     prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
     readers_per_worker: int = 1
+    read_timeout_s: float | None = DEFAULT_READ_TIMEOUT_S
+    stall_warn_s: float | None = DEFAULT_STALL_WARN_S
     resume: Literal["auto", "manual"] = "auto"
     resume_states: Mapping[str, StreamState] = field(default_factory=dict)
     replicas: int = 1
@@ -219,6 +235,8 @@ class StreamConfig:
         at_least("prefetch_bytes", self.prefetch_bytes, 1)
         at_least("readers_per_worker", self.readers_per_worker, 1)
         at_least("replicas", self.replicas, 1)
+        seconds_or_none("read_timeout_s", self.read_timeout_s)
+        seconds_or_none("stall_warn_s", self.stall_warn_s)
         if self.read_batch_size is not None:
             at_least("read_batch_size", self.read_batch_size, 1)
         if self.global_batch_size is not None:

@@ -102,7 +102,11 @@ class EpochWalk:
     @cached_property
     def ranges(self) -> tuple[CycleRange, ...]:
         """Cycle ranges of the pass, ascending."""
-        return without([(self.start.cycle, self.grid.num_cycles)], self.skipped)
+        first, rows = self.start.cycle, self.start.partial_rows
+        # A state tells the rows of the open cycle for all ranks, of which one with a smaller block has had all of it.
+        if rows and rows >= self.grid.block_rows(self.block, first, first + 1):
+            first += 1
+        return without([(first, self.grid.num_cycles)], self.skipped)
 
     @property
     def skip_rows(self) -> int:

@@ -9,6 +9,17 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+MAX_SHOWN_CHARS = 1000
+
+
+def shown(value: Any) -> str:
+    """A value in a message: cut, and of any kind, since what is refused may be anything."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int of more than 4300 digits, or lists in lists
+        return f"a value of type {type(value).__name__} that is too large to show"
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
 
 class StreamError(Exception):
     """Base of every error that ray_lance_stream raises on purpose."""
@@ -76,6 +87,8 @@ class StateMismatchError(StateError):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        fields = "; ".join(f"{name}: saved {saved!r}, current {now!r}" for name, saved, now in self.differences)
+        fields = "; ".join(
+            f"{name}: saved {shown(saved)}, current {shown(now)}" for name, saved, now in self.differences
+        )
         text = f"the saved stream state does not fit this stream ({fields})"
         return f"{text}. {self.remedy}" if self.remedy else text

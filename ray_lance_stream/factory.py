@@ -11,7 +11,13 @@ from typing import Any, Literal
 import ray.train
 
 from ray_lance_stream import train
-from ray_lance_stream.config import DEFAULT_PREFETCH_BYTES, ReadPlan, StreamConfig
+from ray_lance_stream.config import (
+    DEFAULT_PREFETCH_BYTES,
+    DEFAULT_READ_TIMEOUT_S,
+    DEFAULT_STALL_WARN_S,
+    ReadPlan,
+    StreamConfig,
+)
 from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError
 from ray_lance_stream.lancedb_order import check_lancedb_order
 from ray_lance_stream.lancedb_state import from_lancedb_state, is_lancedb_state
@@ -47,6 +53,8 @@ def lance_stream(
     prefetch_chunks: int = 4,
     prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
     readers_per_worker: int = 1,
+    read_timeout_s: float | None = DEFAULT_READ_TIMEOUT_S,
+    stall_warn_s: float | None = DEFAULT_STALL_WARN_S,
     replicas: int = 1,
     resume: Literal["auto", "manual"] = "auto",
     resume_from: ray.train.Checkpoint | str | os.PathLike[str] | dict[str, Any] | None = None,
@@ -81,6 +89,10 @@ def lance_stream(
         prefetch_chunks: chunks in flight per worker.
         prefetch_bytes: bytes in flight per worker.
         readers_per_worker: reader actors of one worker.
+        read_timeout_s: a read that makes no progress for so long is abandoned: its reader is ended, and the read sent to a
+            fresh one, as often as other reads that are lost. None: never (docs/object-storage.md).
+        stall_warn_s: a rank that waits for a chunk for so long says in its log what it waits for, and again each minute.
+            None: never.
         replicas: this many consecutive ranks share their rows (tensor or pipeline parallel).
         resume: "auto" restores from the checkpoint that a worker group starts from; "manual" leaves it to
             `shard.load_state_dict`.
@@ -112,6 +124,8 @@ def lance_stream(
         prefetch_chunks=prefetch_chunks,
         prefetch_bytes=prefetch_bytes,
         readers_per_worker=readers_per_worker,
+        read_timeout_s=read_timeout_s,
+        stall_warn_s=stall_warn_s,
         replicas=replicas,
         resume=resume,
         on_new_version=on_new_version,

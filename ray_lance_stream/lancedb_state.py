@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ray_lance_stream.errors import StateError, StateMismatchError
+from ray_lance_stream.errors import StateError, StateMismatchError, shown
 from ray_lance_stream.order import LANCEDB
 from ray_lance_stream.state import StreamIdentity, StreamState, skipped_in
+from ray_lance_stream.state_fields import is_whole
 
 SAMPLES = "samples_consumed_per_split"
 POSITIONS = "positions_consumed_per_split"
@@ -124,15 +125,16 @@ def to_lancedb_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_fields(state: Mapping[str, Any]) -> None:
     missing = sorted(_FIELDS - set(state))
-    unknown = sorted(str(name) for name in set(state) - _FIELDS - {POSITIONS})
+    unknown = sorted(shown(name) for name in set(state) - _FIELDS - {POSITIONS})
     if missing or unknown:
         raise StateError(
-            f"the state of a StreamingDataset has the fields {sorted(_FIELDS)}; missing {missing}, unknown {unknown}"
+            f"the state of a StreamingDataset has the fields {sorted(_FIELDS)}; missing {missing}, "
+            f"unknown [{', '.join(unknown)}]"
         )
     for name in ("shuffle_seed", "num_splits", "epoch"):
         if not _is_count(state[name]):
             raise StateError(
-                f"field {name!r} of the state of a StreamingDataset must be an int >= 0, got {state[name]!r}"
+                f"field {name!r} of the state of a StreamingDataset must be an int >= 0, got {shown(state[name])}"
             )
 
 
@@ -144,10 +146,10 @@ def _per_split(state: Mapping[str, Any], name: str) -> list[int]:
     if not is_list or len(counts) != state["num_splits"] or not counts or not all(map(_is_count, counts)):
         raise StateError(
             f"field {name!r} of the state of a StreamingDataset must hold one int >= 0 for each of its "
-            f"{state['num_splits']} splits, got {str(value)[:80]}"
+            f"{state['num_splits']} splits, got {shown(value)[:80]}"
         )
     return list(counts)
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return bool(is_whole(0)(value))

@@ -201,10 +201,14 @@ class ChunkLine:
             if worker is None or is_dead or is_suspect:
                 holder.drop(worker)
 
-    def whom(self, sent: Sent, request: ReadRequest) -> str:
-        """Who has not answered yet, and what it asks for."""
-        done = sent.steps_done()
+    def abandon(self, sent: Sent) -> None:
+        """End the reader of a chunk, whose call cannot be cancelled; the other reads that it has are lost with it."""
+        ray.kill(sent.reader)
+        self._readers.drop(sent.reader)
+
+    def stage_after(self, done: int, sent: Sent) -> tuple[Stage | None, Worker | None]:
+        """The stage that has not answered yet, and its actor if it has one, where so many of reader and stages have."""
         if not done or not self._stages:
-            return "a reader" if request.stage is None else f"a reader with transform {request.stage}"
-        stage = self._stages[min(done, len(self._stages)) - 1].stage
-        return f"transform {stage}, which is slow or waits for free resources ({stage.processes})"
+            return None, None
+        number = min(done, len(self._stages)) - 1
+        return self._stages[number].stage, sent.workers[number]

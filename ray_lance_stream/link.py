@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,13 +14,16 @@ import ray
 from ray_lance_stream import train
 from ray_lance_stream.attempts import Attempt, PassStart, RankProgress, StepSize
 from ray_lance_stream.config import ReadPlan, RowList
-from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.errors import ConfigError, ReadError
 from ray_lance_stream.meter import Meter
 from ray_lance_stream.pin import PinnedAs
 from ray_lance_stream.shelf import Owner, Reader, Worker
 from ray_lance_stream.splits import SplitBlock, cycles_per_batch
 from ray_lance_stream.state import StreamIdentity, StreamState
 from ray_lance_stream.transform import Stage
+from ray_lance_stream.watch import TELL_AGAIN_S
+
+logger = logging.getLogger(__name__)
 
 TELL_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 60.0
@@ -35,16 +40,24 @@ class CoordinatorLink:
         attempt: the worker group of this rank.
         rank: this rank.
         meter: what this rank has counted.
+        stall_warn_s: after so long without an answer it says so; None: never.
     """
 
     def __init__(
-        self, name: str, coordinator: ray.actor.ActorHandle, attempt: Attempt, rank: int, meter: Meter
+        self,
+        name: str,
+        coordinator: ray.actor.ActorHandle,
+        attempt: Attempt,
+        rank: int,
+        meter: Meter,
+        stall_warn_s: float | None,
     ) -> None:
         self._name = name
         self._coordinator = coordinator
         self._attempt = attempt
         self._rank = rank
         self._meter = meter
+        self._stall_warn_s = stall_warn_s
         self._told_s = 0.0
         self._passes = {True: 0, False: 0}  # by whether they have batches
 
@@ -175,7 +188,22 @@ class CoordinatorLink:
         self._coordinator.record.remote(attempt, self._rank, RankProgress(state, tally))
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
-        try:
-            return ray.get(getattr(self._coordinator, method).remote(*args), timeout=timeout_s)
-        except ray.exceptions.RayTaskError as error:
-            raise error.as_instanceof_cause() from None
+        asked = getattr(self._coordinator, method).remote(*args)
+        began_s = time.monotonic()
+        end_s = math.inf if timeout_s is None else timeout_s
+        tell_s = math.inf if self._stall_warn_s is None else self._stall_warn_s
+        while True:
+            waited_s = time.monotonic() - began_s
+            until_s = min(tell_s, end_s)
+            try:
+                return ray.get(asked, timeout=None if until_s == math.inf else max(until_s - waited_s, 0))
+            except ray.exceptions.RayTaskError as error:
+                raise error.as_instanceof_cause() from None
+            except ray.exceptions.GetTimeoutError:
+                what = f"the coordinator of stream {self._name!r} ({method})"
+            if end_s <= tell_s:
+                raise ReadError(
+                    f"no answer for {end_s:.0f} s from {what}: is the driver's process, or its node, overloaded or gone?"
+                )
+            logger.warning("still waiting after %.0f s for %s", tell_s, what)
+            tell_s += TELL_AGAIN_S

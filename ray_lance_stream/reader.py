@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_lance_stream.allocator import keep_freed_memory
 from ray_lance_stream.config import ReadPlan
 from ray_lance_stream.cursor import ChunkSpan
+from ray_lance_stream.doing import LOOKING_UP, READING, TRANSFORMING, Desk, Doing, Step
 from ray_lance_stream.errors import ReadError, StreamError
 from ray_lance_stream.failures import attempt
 from ray_lance_stream.plan import StreamPlan
@@ -59,6 +60,11 @@ class ReadRequest:
             f"{self.span.stop}) of {self.plan.table.identity} version {self.plan.table.version}"
         )
 
+    @property
+    def key(self) -> str:
+        """Tells the reads apart that a reader may have at a time."""
+        return f"{self.who}, epoch {self.epoch}, splits {self.block.lo}, cycles {self.span.start}"
+
     def rows(self, plan: StreamPlan) -> np.ndarray:
         """int64 [rows]: offsets in the table of the rows of the chunk, in the order of delivery."""
         rows = plan.rows(self.epoch, self.block, self.span.start, self.span.stop)
@@ -98,8 +104,13 @@ class ChunkInfo:
     transform_s: float = 0.0
 
 
-def read_chunk(request: ReadRequest, plan: StreamPlan) -> tuple[pa.Table, ChunkInfo]:
+def read_chunk(request: ReadRequest, plan: StreamPlan, tell: Step = lambda step: None) -> tuple[pa.Table, ChunkInfo]:
     """The rows of one chunk, in the order of delivery, as the transforms make them that run where it is read.
+
+    Args:
+        request: which rows.
+        plan: of the stream.
+        tell: is told each step as it begins.
 
     Raises:
         TransformError: one of these failed.
@@ -107,12 +118,14 @@ def read_chunk(request: ReadRequest, plan: StreamPlan) -> tuple[pa.Table, ChunkI
             Ray's threads in silence.
     """
     try:
+        tell(READING)
         begun_s = time.perf_counter()
         table = request.take(request.rows(plan))
         info = ChunkInfo(table.num_rows, table.nbytes, table.nbytes, read_s=time.perf_counter() - begun_s)
         if request.stage is not None:
             from ray_lance_stream.chain import kept_chains  # imports ray.data
 
+            tell(TRANSFORMING)
             table, info = kept_chains.of(request.stage).run(table, info, request)
     except (StreamError, ray.exceptions.RayError, KeyboardInterrupt, SystemExit):
         raise
@@ -131,6 +144,7 @@ class SplitReader:
 
     def __init__(self, label: str, table: TableRef) -> None:
         self._label = label
+        self._desk = Desk()
         keep_freed_memory()
         for open_early in (table.open, table.open_uring):
             attempt(open_early)  # if it fails, so does the read, which says why
@@ -146,7 +160,14 @@ class SplitReader:
     @ray.method(num_returns=2)
     def read(self, request: ReadRequest) -> tuple[pa.Table, ChunkInfo]:
         """Read one chunk; errors as `read_chunk`."""
-        return read_chunk(request, self._resolved(request.plan))
+        with self._desk.at(request.key) as tell:
+            tell(LOOKING_UP)
+            return read_chunk(request, self._resolved(request.plan), tell)
+
+    @ray.method(concurrency_group="questions")
+    def doing(self, key: str) -> Doing:
+        """What is done with the read of that key."""
+        return self._desk.doing(key)
 
     def _resolved(self, plan: ReadPlan) -> StreamPlan:
         resolved = self._plans.get(plan)
@@ -163,7 +184,8 @@ def start_reader(label: str, table: TableRef, node_id: str | None) -> ray.actor.
     No restarts and no task retries: the window sends a lost read again, a bounded number of times.
     """
     affinity = NodeAffinitySchedulingStrategy(node_id, soft=True) if node_id else "DEFAULT"
-    actor: Any = ray.remote(SplitReader)
+    remote: Any = ray.remote
+    actor = remote(concurrency_groups={"questions": 1})(SplitReader)  # of its own: all others may be taken by reads
     return actor.options(
         num_cpus=0,
         max_concurrency=LOCAL_READS_AT_A_TIME if table.is_local else REMOTE_READS_AT_A_TIME,

@@ -72,7 +72,9 @@ class StreamShard(StreamSizedIterator, Resumable):
         self._pass: EpochPass | None = None
         self._stats = DatasetStats(metadata={}, parent=None)
         self._meter = Meter(self._stats)
-        self._link = CoordinatorLink(self.name, self._coordinator, self._attempt, self.world_rank, self._meter)
+        self._link = CoordinatorLink(
+            self.name, self._coordinator, self._attempt, self.world_rank, self._meter, self._config.stall_warn_s
+        )
         world = self._attempt.world_size
         self._position = StreamPosition(self.name, self._plan, self._config, world // self._config.replicas, self._link)
         lists = self._position.lists

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ray_lance_stream.cursor import CycleRange, Position
-from ray_lance_stream.errors import StateError, StateMismatchError
+from ray_lance_stream.errors import StateError, StateMismatchError, shown
 from ray_lance_stream.state_fields import check_fields, is_whole
 
 STATE_FORMAT = 2
@@ -127,7 +127,7 @@ class StreamState:
             raise StateError(f"a stream state is a dict as state_dict() returns it, got {type(data).__name__}")
         if not is_whole(1)(data.get("format")) or data["format"] > STATE_FORMAT:
             raise StateError(
-                f"this release reads stream states of format 1 to {STATE_FORMAT}, got format={data.get('format')!r}; "
+                f"this release reads stream states of format 1 to {STATE_FORMAT}, got format={shown(data.get('format'))}; "
                 "load it with the release that wrote it"
             )
         if data["format"] == 1:
@@ -203,6 +203,8 @@ def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         StateError: no state, or states of different steps.
         StateMismatchError: states of different streams.
     """
+    if isinstance(states, Mapping) or not isinstance(states, Iterable):
+        raise StateError(f"merge_state_dicts takes a list of states, got {type(states).__name__}")
     parsed = [StreamState.from_dict(state) for state in states]
     if not parsed:
         raise StateError("merge_state_dicts needs at least one state, got none")
@@ -235,9 +237,9 @@ def parse_states(text: str) -> dict[str, StreamState]:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StateError(f"a stream state file holds JSON, got {text[:60]!r}... ({error}); is it truncated?") from None
     streams = data.get("streams") if isinstance(data, dict) else None
     if not isinstance(streams, dict):
-        raise StateError(f"a stream state file holds a dict 'streams', got {str(data)[:60]!r}")
+        raise StateError(f"a stream state file holds a dict 'streams', got {text[:60]!r}")
     return {str(name): StreamState.from_dict(state) for name, state in streams.items()}

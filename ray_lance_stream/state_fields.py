@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ray_lance_stream.errors import StateError
+from ray_lance_stream.errors import StateError, shown
+from ray_lance_stream.order import MAX_SEED_BITS
+
+MAX_WHOLE = 2**63 - 1  # what counts or numbers anything fits into 64 bits
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_whole(minimum: int) -> Any:
     """A check for ints of at least `minimum`."""
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    return lambda value: _is_int(value) and minimum <= value <= MAX_WHOLE
 
 
 def _optional(check: Any) -> Any:
@@ -31,8 +38,11 @@ def _is_partial(value: Any) -> bool:
 
 
 def _is_skipped(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(
-        isinstance(entry, Sequence) and len(entry) == 3 and all(is_whole(0)(n) for n in entry) and entry[1] < entry[2]
+    return isinstance(value, list | tuple) and all(
+        isinstance(entry, list | tuple)
+        and len(entry) == 3
+        and all(is_whole(0)(n) for n in entry)
+        and entry[1] < entry[2]
         for entry in value
     )
 
@@ -50,21 +60,21 @@ def _is_listed(value: Any) -> bool:
 _CHECKS: dict[str, tuple[str, Any]] = {
     "format": ("an int", is_whole(1)),
     "table_uri": ("text", _is(str)),
-    "table_version": ("an int >= 1", is_whole(1)),
-    "num_rows": ("an int >= 1", is_whole(1)),
+    "table_version": ("an int in [1, 2**63)", is_whole(1)),
+    "num_rows": ("an int in [1, 2**63)", is_whole(1)),
     "filter": ("text or null", _optional(_is(str))),
     "order": ("text", _is(str)),
     "shuffle": ("a bool", _is(bool)),
-    "shuffle_seed": ("an int", lambda value: isinstance(value, int) and not isinstance(value, bool)),
-    "shuffle_clump_size": ("an int >= 1 or null", _optional(is_whole(1))),
-    "num_splits": ("an int >= 1", is_whole(1)),
+    "shuffle_seed": ("an int", lambda value: _is_int(value) and value.bit_length() <= MAX_SEED_BITS),
+    "shuffle_clump_size": ("an int in [1, 2**63) or null", _optional(is_whole(1))),
+    "num_splits": ("an int in [1, 2**63)", is_whole(1)),
     "drop_remainder": ("a bool", _is(bool)),
-    "replicas": ("an int >= 1", is_whole(1)),
+    "replicas": ("an int in [1, 2**63)", is_whole(1)),
     "table_content": ("text or null", _optional(_is(str))),
     "table_files": ("text or null", _optional(_is(str))),
-    "epoch": ("an int >= 0", is_whole(0)),
-    "samples_consumed_per_split": ("an int >= 0", is_whole(0)),
-    "global_batch_size": ("an int >= 1 or null", _optional(is_whole(1))),
+    "epoch": ("an int in [0, 2**63)", is_whole(0)),
+    "samples_consumed_per_split": ("an int in [0, 2**63)", is_whole(0)),
+    "global_batch_size": ("an int in [1, 2**63) or null", _optional(is_whole(1))),
     "partial": ("null or {rows, world_size}", _optional(_is_partial)),
     "skipped": ("a list of [epoch, first cycle, end cycle]", _is_skipped),
     "listed": ("null or {epoch, fingerprint, made_by}", _optional(_is_listed)),
@@ -78,17 +88,31 @@ def check_fields(data: Mapping[str, Any]) -> None:
         StateError: names the field.
     """
     missing = sorted(set(_CHECKS) - set(data))
-    unknown = sorted(str(name) for name in set(data) - set(_CHECKS))
+    unknown = sorted(shown(name) for name in set(data) - set(_CHECKS))
     if missing or unknown:
         raise StateError(
-            f"a stream state of format {data['format']} has fixed fields; missing {missing}, unknown {unknown}"
+            f"a stream state of format {data['format']} has fixed fields; missing {missing}, unknown [{', '.join(unknown)}]"
         )
     for name, (kind, check) in _CHECKS.items():
         if not check(data[name]):
-            raise StateError(f"field {name!r} of a stream state must be {kind}, got {data[name]!r}")
-    cycles = -(-data["num_rows"] // data["num_splits"])
-    if data["samples_consumed_per_split"] > cycles:
+            raise StateError(f"field {name!r} of a stream state must be {kind}, got {shown(data[name])}")
+    _check_position(data)
+
+
+def _check_position(data: Mapping[str, Any]) -> None:
+    rows, splits, cycle, partial = (
+        data[name] for name in ("num_rows", "num_splits", "samples_consumed_per_split", "partial")
+    )
+    if splits > rows:
+        raise StateError(f"num_splits of a stream state must be at most num_rows={rows}, got {splits}")
+    cycles = rows // splits if data["drop_remainder"] else -(-rows // splits)
+    if cycle > cycles:
+        raise StateError(f"samples_consumed_per_split must be at most the {cycles} cycles of an epoch, got {cycle}")
+    if partial is None:
+        return
+    world = partial["world_size"]
+    if world > splits or partial["rows"] >= -(-splits // world) or cycle == cycles:
         raise StateError(
-            f"samples_consumed_per_split must be at most the {cycles} cycles of an epoch, "
-            f"got {data['samples_consumed_per_split']}"
+            f"field 'partial' of a stream state must be rows of an open cycle, fewer than a rank has in one, got {partial} "
+            f"after {cycle} of {cycles} cycles of num_splits={splits}"
         )

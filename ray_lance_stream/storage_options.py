@@ -17,7 +17,7 @@ StorageOptions: TypeAlias = Mapping[str, str] | Callable[[], Mapping[str, str]] 
 _EXPIRY_MARGIN_S = 60.0
 # Lance's own retries of a request, with backoff and jitter. Its default of three attempts gives up within a second; here the
 # time is the bound. A read makes four such series, which ends before its reader is taken for one that hangs
-# (window.STALLED_S). Not with the rate limit that Lance puts around them: it slows down to a request a second, so that a
+# (read_timeout_s). Not with the rate limit that Lance puts around them: it slows down to a request a second, so that a
 # read of a thousand ranges from a store that is gone would go on for as many seconds.
 _RETRIES = {"client_max_retries": "1000", "client_retry_timeout": "20", "lance_aimd_max_retries": "0"}
 _RETRYING_SCHEMES = ("s3", "s3+ddb", "gs", "az", "abfs", "abfss")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pyarrow as pa
-import ray
 
 from ray_lance_stream.ahead import ReadAhead
 from ray_lance_stream.config import ReadPlan, StreamConfig
@@ -141,8 +141,15 @@ class ChunkSupply:
         span = walk.next_span(None, 1)
         if span is None:
             raise ConfigError(f"the columns of transforms are those of a row, but epoch {walk.start.epoch} has none")
-        sent = self._line().send(self._reads(plan, walk)(span))
-        return ray.get(sent.block_ref).schema
+        others = ((0, span.start), (span.stop, walk.grid.num_cycles))
+        window = self._new_window(plan, replace(walk, skipped=others), None)
+        try:
+            ref, _ = next(window)
+            fetched = window.fetch(ref)
+        finally:
+            window.close()
+        assert fetched is not None  # as it is of a window that is open
+        return fetched[0].schema
 
     def clear(self) -> None:
         """Let readers and actors go, and what they have read ahead."""

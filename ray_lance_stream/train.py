@@ -114,7 +114,7 @@ def read_states(checkpoint: ray.train.Checkpoint) -> dict[str, StreamState] | No
     if _filesystem(checkpoint).get_file_info(path).type == pafs.FileType.NotFound:
         return None
     with _filesystem(checkpoint).open_input_stream(path) as stream:
-        return parse_states(stream.read().decode())
+        return parse_states(stream.read().decode(errors="replace"))  # what is no text is no JSON either, and said so
 
 
 def save_state_file(directory: str | os.PathLike[str], name: str, state: StreamState) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import ray
 
+from ray_lance_stream.awaited import Block, ChunkOnItsWay
 from ray_lance_stream.config import SharedLostError, StreamConfig
 from ray_lance_stream.cursor import ChunkSpan, EpochWalk
 from ray_lance_stream.errors import ReadError
@@ -22,16 +22,15 @@ from ray_lance_stream.meter import Meter
 from ray_lance_stream.reader import ChunkInfo, ReadRequest
 from ray_lance_stream.replaced import ReplacedRows
 from ray_lance_stream.sizer import ChunkSizer
+from ray_lance_stream.watch import NoProgressError, ReadWatch
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 POLL_S = 0.1
-ALIVE_S = 5.0
-TELL_STALLED_S = 30.0
-STALLED_S = 240.0  # less than the 600 s after which a collective of the other ranks gives up
 LOST = (
     *DIED,
+    NoProgressError,
     SharedLostError,
     ray.exceptions.ObjectLostError,
     ray.exceptions.WorkerCrashedError,
@@ -161,7 +160,8 @@ class ReadWindow:
             read = self._given.pop(ref, None)
         while read is not None:
             try:
-                return ray.get(read.sent.block_ref), read.request
+                block = self._block_of(read)
+                return None if block is None else (block, read.request)
             except LOST as error:
                 self._again(read, error)
             if self._wait(read) is None:
@@ -218,36 +218,39 @@ class ReadWindow:
 
     def _wait(self, read: _Read) -> ChunkInfo | None:
         """What is known of a chunk once it is there; None if the window was closed before."""
-        sent_s = told_s = alive_s = time.monotonic()
-        answer = read.sent.info_ref.future()
+        while not self._closed.is_set():
+            try:
+                return self._come(read, read.sent.info_ref, ChunkOnItsWay)
+            except NoProgressError as error:
+                logger.warning("reader ended: %s", error)
+                self._line.abandon(read.sent)
+                self._again(read, error)
+            except LOST as error:
+                self._again(read, error)
+            except ray.exceptions.RayTaskError as error:
+                raise error.as_instanceof_cause() from None
+        return None
+
+    def _block_of(self, read: _Read) -> pa.Table | None:
+        """The block of a chunk, which is on this node as a rule; None if the window was closed before it came."""
+        try:
+            return ray.get(read.sent.block_ref, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            return self._come(read, read.sent.block_ref, Block)
+
+    def _come(self, read: _Read, ref: ray.ObjectRef, kind: type[ChunkOnItsWay | Block]) -> Any:
+        """The value behind a reference once it is there; None if the window was closed before."""
+        attempt = f"attempt {read.attempts} of {MAX_ATTEMPTS}"
+        watch = ReadWatch(kind(self._line, read.sent, read.request, attempt), self._config)
+        answer = ref.future()
         while not self._closed.is_set():
             # Not ray.wait: a thread that calls Ray after another one has shut it down takes the process along.
             done, _ = concurrent.futures.wait([answer], timeout=POLL_S)
             if not ray.is_initialized():
                 break
-            try:
-                if done:
-                    return ray.get(read.sent.info_ref)
-                now_s = time.monotonic()
-                if now_s - alive_s > ALIVE_S:
-                    self._line.alive()
-                    alive_s = now_s
-                if now_s - sent_s > STALLED_S and read.request.stage is None and not read.sent.steps_done():
-                    # A call that hangs in a threaded actor cannot be cancelled. The reads of a killed reader are lost.
-                    # Not with a transform in it: what users write may take as long as it takes.
-                    logger.warning("reader ended, no answer for %.0f s: %s", now_s - sent_s, read.request)
-                    ray.kill(read.sent.reader)
-                    sent_s = told_s = now_s
-                elif now_s - told_s > TELL_STALLED_S:
-                    whom = self._line.whom(read.sent, read.request)
-                    logger.warning("still waiting after %.0f s for %s: %s", now_s - sent_s, whom, read.request)
-                    told_s = now_s
-            except LOST as error:
-                self._again(read, error)
-                sent_s = told_s = time.monotonic()
-                answer = read.sent.info_ref.future()
-            except ray.exceptions.RayTaskError as error:
-                raise error.as_instanceof_cause() from None
+            if done:
+                return ray.get(ref)
+            watch.look()
         return None
 
     def _again(self, read: _Read, error: Exception) -> None:

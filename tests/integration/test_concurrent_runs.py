@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,23 @@ def collate_loop(config: dict[str, Any]) -> None:
         time.sleep(0.5 if rank == 1 else 10)
 
 
+def hanging_loop(config: dict[str, Any]) -> None:
+    """B22: rank 1 fails while rank 0 waits for readers that have hung."""
+    shard = ray.train.get_dataset_shard("train")
+    rank = ray.train.get_context().get_world_rank()
+    hung = Path(config["dir"], "hung")
+    for _ in shard.iter_batches(batch_size=shard.local_batch_size(GLOBAL_BATCH), prefetch_batches=0):
+        if rank == 0 and not hung.exists():
+            hung.write_text(json.dumps(reader_pids()))
+            for pid in reader_pids():
+                os.kill(pid, signal.SIGSTOP)
+        elif rank == 1:
+            while not hung.exists():
+                time.sleep(0.05)
+            time.sleep(1)
+            raise ValueError("bad row 18")
+
+
 def test_the_first_error_of_a_rank_ends_the_run_fast_and_says_why(cluster, table, tmp_path):
     """Guarantees 3 and 8: uneven steps are refused by the rank that finds them; nobody waits for anybody else."""
     stream = lance_stream(table, num_splits=NUM_SPLITS)
@@ -148,6 +166,15 @@ def test_the_first_error_of_a_rank_ends_the_run_fast_and_says_why(cluster, table
     with pytest.raises(ray.train.TrainingFailedError, match=r"(?s)Rank 1.*bad row 17"):
         fit(stream, tmp_path, "collate", 2, collate_loop)
     assert time.monotonic() - started_s < 110  # rank 0 alone would take 130 s
+    slow = lance_stream(table, num_splits=NUM_SPLITS, read_batch_size=1, prefetch_chunks=2)
+    started_s = time.monotonic()
+    with pytest.raises(ray.train.TrainingFailedError, match=r"(?s)Rank 1.*bad row 18"):
+        fit(slow, tmp_path, "hanging", 2, hanging_loop)
+    assert time.monotonic() - started_s < 30
+    for pid in json.loads((tmp_path / "hung").read_text()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    slow.close()
     fit(stream, tmp_path, "pause", 2, pausing_loop)
     told = [json.loads((tmp_path / f"pause-{rank}.json").read_text()) for rank in range(2)]
     assert sorted(told[0]["rows"] + told[1]["rows"]) == sorted([*range(300)] * 2)

@@ -6,11 +6,13 @@ Guarantees 2 and 8, and the end trap: threads of Ray's batching that die without
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import lance
@@ -21,7 +23,7 @@ import ray
 from ray.data._internal.block_batching import util as ray_batching
 from ray.data.collate_fn import NumpyBatchCollateFn
 
-from ray_lance_stream import IterationError, ReadError, VersionNotFoundError, lance_stream, window
+from ray_lance_stream import IterationError, ReadError, VersionNotFoundError, lance_stream, watch, window
 from ray_lance_stream.epoch_pass import EpochPass
 from ray_lance_stream.pool import ReaderPool
 from tests.integration.conftest import Shards, flat, ids_of
@@ -107,29 +109,55 @@ def test_lost_blocks_are_read_again(shards: Shards, table, expected, monkeypatch
 
 
 def test_a_reader_that_hangs_is_replaced(table, expected, monkeypatch, caplog, cluster):
-    """A read that makes no progress cannot be cancelled: its reader is ended, and the read sent to another."""
-    monkeypatch.setattr(window, "TELL_STALLED_S", 0.5)
-    monkeypatch.setattr(window, "STALLED_S", 3.0)
-    stream = lance_stream(table, num_splits=48, read_batch_size=1)
+    """A read that makes no progress cannot be cancelled: its reader is ended, and the read sent to another. What is waited
+    for is told, with process and place."""
+    monkeypatch.setattr(watch, "ANSWER_S", 1.0)
+    stream = lance_stream(table, num_splits=48, read_batch_size=1, read_timeout_s=5.0, stall_warn_s=1.0)
     shard = stream.shard()
     rows: list[int] = []
-    stopped: list[int] = []
+    stopped: list[dict[str, Any]] = []
     try:
         for number, batch in enumerate(shard.iter_batches(batch_size=48, prefetch_batches=0), start=1):
             rows += ids_of(batch)
             if number == 3:
                 serving = shard._pass._window._reads[-1].sent.reader._actor_id.hex()
-                stopped = [actor["Pid"] for actor in running_readers() if actor["ActorID"] == serving]
-                for pid in stopped:
-                    os.kill(pid, signal.SIGSTOP)
+                stopped = [actor for actor in running_readers() if actor["ActorID"] == serving]
+                for actor in stopped:
+                    os.kill(actor["Pid"], signal.SIGSTOP)
     finally:
-        for pid in stopped:
+        for actor in stopped:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+                os.kill(actor["Pid"], signal.SIGCONT)
     assert len(stopped) == 1
     assert rows == expected
-    assert "still waiting after" in caplog.text
-    assert "reader ended, no answer for" in caplog.text
+    address, pid = stopped[0]["Address"], stopped[0]["Pid"]
+    place = f"{stopped[0]['ActorID']} (ALIVE, on node {address['NodeID']} ({address['IPAddress']}), pid {pid})"
+    chunk = rf": epoch 0, splits \[0, 48\), cycles \[\d, \d\) of {re.escape(table)} version \d+, attempt 1 of 4"
+    silent = rf"reader {re.escape(place)}, which does not answer{chunk}"
+    assert re.search(rf"still waiting after \d+ s for {silent}", caplog.text)
+    assert re.search(rf"reader ended: no progress for \d+ s of {silent}", caplog.text)
+    stream.close()
+
+
+def test_a_read_that_hangs_in_every_reader_is_told(tmp_path, monkeypatch, cluster):
+    """A data file that is never opened: a pipe without a writer. A reader hangs as it starts, when it tries a first read."""
+    monkeypatch.setattr(window, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(watch, "ANSWER_S", 0.5)
+    path = make_table(tmp_path / "t", 480)
+    stream = lance_stream(path, num_splits=48, read_timeout_s=1.5)
+    shard = stream.shard()
+    for file in Path(path, "data").iterdir():
+        file.unlink()
+        os.mkfifo(file)
+    with pytest.raises(ReadError, match=r"cannot read epoch 0, splits \[0, 48\), cycles \[0, \d+\) of ") as told:
+        flat(shard.iter_batches(batch_size=48))
+    said = str(told.value)
+    assert path in said
+    assert re.search(
+        r"lost 2 times, at last to NoProgressError: no progress for \d+ s of reader \w+ \([A-Z_]+, on node", said
+    )
+    assert re.search(r"which (does not answer|has been reading for \d+ s): epoch 0.*, attempt 2 of 2$", said)
+    assert shard.state_dict()["samples_consumed_per_split"] == 0
     stream.close()
 
 

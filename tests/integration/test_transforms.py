@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -230,14 +231,48 @@ def test_a_dead_task_is_sent_again(shards: Shards, table, oracle, tmp_path):
     assert (tmp_path / "died").exists()
 
 
-def test_a_stage_that_waits_for_resources_is_told(shards: Shards, table, monkeypatch, caplog):
-    monkeypatch.setattr(window, "TELL_STALLED_S", 0.5)
-    shard = shards.of(shards.stream(table, **CHUNKS).map_batches(stamped, resources={"nowhere": 1}))
-    threading.Timer(3.0, lambda: shard._end_pass(shard._pass)).start()
+def warm_up(shards: Shards, table: str) -> None:
+    """A reader that is still starting would be what is waited for."""
+    flat(shards.of(shards.stream(table, **CHUNKS)).iter_batches(batch_size=12))
+
+
+def test_a_stage_that_waits_for_resources_is_told(shards: Shards, table, caplog):
+    """And waited for: the limit is one of reading."""
+    warm_up(shards, table)
+    stream = shards.stream(table, **CHUNKS, stall_warn_s=0.5, read_timeout_s=0.7)
+    shard = shards.of(stream.map_batches(stamped, resources={"nowhere": 1}))
+
+    def end_when_told() -> None:
+        until_s = time.monotonic() + 60
+        while "waits for free resources" not in caplog.text and time.monotonic() < until_s:
+            time.sleep(0.1)
+        time.sleep(1.5)  # read_timeout_s has passed
+        shard._end_pass(shard._pass)
+
+    threading.Thread(target=end_when_told).start()
     with pytest.raises(IterationError):
         flat(shard.iter_batches(batch_size=12))
     text = "for transform stamped, which is slow or waits for free resources (concurrency=None, num_cpus=1, "
     assert f"{text}resources={{'nowhere': 1}} each): epoch 0" in caplog.text
+    assert "attempt 1 of 4" in caplog.text
+    assert "sent again" not in caplog.text
+
+
+def slow_once(batch: dict[str, Any], marker: str) -> dict[str, Any]:
+    if not os.path.exists(marker):
+        Path(marker).touch()
+        time.sleep(3)
+    return batch
+
+
+def test_a_slow_function_in_a_reader_is_told_and_waited_for(shards: Shards, table, oracle, tmp_path, caplog):
+    """The reader answers meanwhile, and its time with what users write has no limit."""
+    warm_up(shards, table)
+    stream = shards.stream(table, **CHUNKS, stall_warn_s=0.5, read_timeout_s=0.7)
+    shard = shards.of(stream.map_batches(slow_once, fn_args=[str(tmp_path / "slept")]))
+    assert flat(shard.iter_batches(batch_size=12)) == oracle.reshape(-1).tolist()
+    assert re.search(r"reader with transform slow_once \w+ \(ALIVE, .*\), which has been transforming for", caplog.text)
+    assert "sent again" not in caplog.text
 
 
 # ---- failing rows
