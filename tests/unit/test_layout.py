@@ -30,6 +30,8 @@ PUBLIC = [
     "ReadError",
     "StateError",
     "StateMismatchError",
+    "StreamDataLoader",
+    "StreamDataset",
     "StreamError",
     "StreamShard",
     "TableError",
