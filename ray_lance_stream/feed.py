@@ -23,7 +23,7 @@ from ray_lance_stream.own_reads import OwnReads, PassSpec
 from ray_lance_stream.reader import ChunkInfo
 from ray_lance_stream.transform import Stage, Transform, UserCall
 
-REMEDY = "use num_workers=0, where the processes of Ray make them"
+WITHOUT_WORKERS = "use num_workers=0, where the processes of Ray make them"
 
 
 class Told(NamedTuple):
@@ -150,6 +150,6 @@ def _own(transform: Transform) -> Transform:
         if any(isinstance(value, ray.ObjectRef) for value in values):
             raise ConfigError(
                 f"{transform.name} has object references among its arguments, which the workers of a DataLoader, that are "
-                f"none of Ray's, cannot get: pass the values, or {REMEDY}"
+                f"none of Ray's, cannot get: pass the values, or {WITHOUT_WORKERS}"
             )
     return replace(transform, call=Own(pickled))

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ray_lance_stream.columns import TensorCollateFn
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.errors import ConfigError, IterationError
-from ray_lance_stream.feed import REMEDY, Feed
+from ray_lance_stream.feed import WITHOUT_WORKERS, Feed
 from ray_lance_stream.own_reads import NumpyFunction, PassSpec
 from ray_lance_stream.transform import in_one_process
 
@@ -147,7 +147,7 @@ class StreamDataset(IterableDataset[Any]):
             if stage.special_options:
                 raise ConfigError(
                     f"the workers of a DataLoader run transforms themselves, but {stage} asks for "
-                    f"{', '.join(stage.special_options)}: leave it out, or {REMEDY}"
+                    f"{', '.join(stage.special_options)}: leave it out, or {WITHOUT_WORKERS}"
                 )
         return PassSpec(
             shard.name,

@@ -36,9 +36,8 @@ SPLITS, GLOBAL_BATCH = 12, 240
 Ids = dict[int, list[int]]  # the rows of each step
 
 
-@ray.remote
 class Worker:
-    """One rank."""
+    """One rank, as an actor."""
 
     def address(self) -> str:
         """Where this rank can be met by the others."""
@@ -80,7 +79,8 @@ class Worker:
 
 def run(stream: LanceStream, world_size: int, folder: Path, until: int, loader_workers: int) -> Ids:
     """Train on some workers; returns the sorted ids of the rows of each global step."""
-    workers: list[Any] = [Worker.remote() for _ in range(world_size)]
+    actor: Any = ray.remote(Worker)
+    workers = [actor.remote() for _ in range(world_size)]
     address = ray.get(workers[0].address.remote())
     ranks = [
         worker.train.remote(address, rank, world_size, stream, str(folder), until, loader_workers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 import warnings
 from typing import Any
@@ -26,6 +27,8 @@ from ray_lance_stream import (
     TransformError,
     merge_state_dicts,
 )
+from ray_lance_stream.cursor import Position
+from ray_lance_stream.own_reads import OwnReads
 from tests.integration.conftest import ids_of
 from tests.support import Oracle, make_table, scan_ids
 
@@ -109,7 +112,7 @@ def test_workers_that_persist_go_through_epochs_breaks_and_loads(shards, stream,
     before = children()
     shard = shards.of(stream, 1, 5)
     loader = StreamDataLoader(shard.to_torch_dataset(), num_workers=2, persistent_workers=True, prefetch_factor=3)
-    expected = {epoch: [of_rank(step, 1, 5) for step in oracle.epoch(epoch)] for epoch in range(5)}
+    expected = {epoch: [of_rank(step, 1, 5) for step in oracle.epoch(epoch)] for epoch in range(6)}
 
     for number, batch in enumerate(loader):  # a whole epoch
         assert ids_of(batch) == expected[0][number]
@@ -150,9 +153,13 @@ def test_workers_that_persist_go_through_epochs_breaks_and_loads(shards, stream,
     assert children() - before == workers  # all of it by the same processes
     assert "* Rows received: " in shard.stats()
     assert loader.epoch == 5
+    os.kill(min(workers), signal.SIGKILL)
+    found: list[Any] = []
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        collect(second, found)
+    assert [ids_of(batch) for batch in found] == expected[5][1 : 1 + len(found)]
+    assert loader.state_dict()["samples_consumed_per_split"] == CYCLES * (1 + len(found))
     loader.close()
-    with pytest.raises(IterationError, match="another pass"):
-        next(second)
     no_children_left(before)
 
 
@@ -224,12 +231,12 @@ def double(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_errors_and_replaced_rows_of_a_worker_reach_the_loop(shards, stream, oracle):
-    """Rows are replaced as with Ray's readers, counted and limited; the loop has what came before the failure."""
+    """Rows are replaced, counted and limited over the pass; the loop has what came before the failure."""
     before = children()
     mapped = stream.map_batches(double, on_transform_error="replace", max_replaced_rows=4)
     shard = shards.of(mapped)
-    plain = shards.of(stream.map_batches(double, on_transform_error="replace"))
-    expected = [(ids_of(batch), batch["twice"].tolist()) for batch in plain.iter_torch_batches()]
+    alone = OwnReads(shard.to_torch_dataset().spec(mapped._plan), Position(0), 0, 1)
+    expected = [(ids_of(batch), batch["twice"].tolist()) for batch, _ in alone]
     with pytest.raises(ConfigError, match=r"max_replaced_rows.*use StreamDataLoader"):
         next(
             iter(DataLoader(shard.to_torch_dataset(), batch_size=None, num_workers=1, multiprocessing_context="spawn"))
@@ -266,6 +273,11 @@ def test_a_failure_of_a_worker_comes_after_the_steps_before_it(shards, stream, o
     assert [ids_of(batch) for batch in found] == steps[:at]
     assert "in fail" in str(caught.value.__cause__)
     assert shard.state_dict()["samples_consumed_per_split"] == at * CYCLES
+    no_children_left(before)
+    for batch in loader:  # the next epoch, by new workers
+        assert ids_of(batch) == oracle.epoch(1)[0].tolist()
+        break
+    assert shard.state_dict()["epoch"] == 1
     no_children_left(before)
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lance
+import numpy as np
 import pyarrow as pa
 import pytest
 import ray
@@ -20,6 +21,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ray.data.collate_fn import ArrowBatchCollateFn, PandasBatchCollateFn
+from torch.utils.data import default_convert
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from ray_lance_stream import (
     ConfigError,
@@ -34,8 +37,9 @@ from ray_lance_stream import (
 from ray_lance_stream.columns import TensorCollateFn
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.cursor import Position
-from ray_lance_stream.feed import Feed
+from ray_lance_stream.feed import Feed, Told
 from ray_lance_stream.own_reads import NumpyFunction, OwnReads, PassSpec
+from ray_lance_stream.reader import ChunkInfo
 from ray_lance_stream.row_lists import driver_lists
 from ray_lance_stream.splits import RankShare
 from ray_lance_stream.transform import in_one_process
@@ -317,6 +321,18 @@ def test_a_stream_data_loader_is_told_what_came_and_what_failed(path, as_worker)
     error, text = last.failure
     assert isinstance(error, TransformError)
     assert "halve" in text
+
+
+def test_what_comes_with_a_batch_is_left_alone_by_torch():
+    class Pinnable:
+        def pin_memory(self):
+            return "pinned"
+
+    told = Told(Pinnable(), ChunkInfo(1, 2, 3), (ValueError("x"), "text"))
+    assert tuple(pin_memory(told)) == ("pinned", told.info, told.failure)
+    assert default_convert(Told({"x": np.zeros(2)}, told.info)).batch["x"].shape == torch.Size([2])
+    assert default_convert(told).info is told.info
+    assert list(default_convert(told).failure) == list(told.failure)
 
 
 def test_workers_that_persist_are_told_where_to_begin(path, as_worker):
