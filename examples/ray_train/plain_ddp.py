@@ -1,10 +1,10 @@
-"""DistributedDataParallel in plain Ray actors, without Ray Train: stops in an epoch, and goes on with more workers.
+"""DistributedDataParallel in plain Ray actors, without Ray Train: stops in an epoch, and goes on with others.
 
-    python examples/ray_train/plain_ddp.py
+    python examples/ray_train/plain_ddp.py --workers 2 --then 3
     python examples/ray_train/plain_ddp.py --loader-workers 2    # batches made by processes of a DataLoader
 
-Two workers train until step 7 and save model and position into a folder; three others go on from there. Every global step
-is compared with the plan.
+Some workers train until step 7 and save model and position into a folder; others go on from there. Every global step is
+compared with the plan.
 """
 
 from __future__ import annotations
@@ -108,10 +108,12 @@ def make_table(path: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains, stops and goes on with another number of workers.")
+    parser.add_argument("--workers", type=int, default=2, help="ranks until the stop")
+    parser.add_argument("--then", type=int, default=3, help="ranks that go on")
     parser.add_argument("--loader-workers", type=int, default=0, help="processes of each rank's DataLoader")
-    loader_workers = parser.parse_args().loader_workers
+    args = parser.parse_args()
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False)
+    ray.init(address="local", num_cpus=max(args.workers, args.then), include_dashboard=False)
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         table = make_table(folder / "rows.lance")
@@ -122,11 +124,11 @@ def main() -> None:
             for epoch in range(EPOCHS)
             for step in range(steps_per_epoch)
         }
-        before = run(first, 2, folder, STOP_AT_STEP, loader_workers)
-        print(f"2 workers: steps {min(before)} to {max(before)}")
+        before = run(first, args.workers, folder, STOP_AT_STEP, args.loader_workers)
+        print(f"{args.workers} workers: steps {min(before)} to {max(before)}")
         going_on = lance_stream(table, num_splits=SPLITS, global_batch_size=GLOBAL_BATCH, resume_from=folder)
-        after = run(going_on, 3, folder, len(plan), loader_workers)
-        print(f"3 workers: steps {min(after)} to {max(after)}")
+        after = run(going_on, args.then, folder, len(plan), args.loader_workers)
+        print(f"{args.then} workers: steps {min(after)} to {max(after)}")
     same = not before.keys() & after.keys() and before | after == plan
     print(f"{len(plan)} global steps: {'identical with' if same else 'DIFFERENT from'} the plan")
     ray.shutdown()

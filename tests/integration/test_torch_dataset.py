@@ -12,6 +12,7 @@ import time
 import warnings
 from typing import Any
 
+import lance
 import numpy as np
 import pytest
 import ray
@@ -29,7 +30,7 @@ from ray_lance_stream import (
 )
 from ray_lance_stream.cursor import Position
 from ray_lance_stream.own_reads import OwnReads
-from tests.integration.conftest import ids_of
+from tests.integration.conftest import flat, ids_of
 from tests.support import Oracle, make_table, scan_ids
 
 NUM_ROWS, NUM_SPLITS, GLOBAL_BATCH, CYCLES = 483, 12, 36, 3  # 14 steps, the last one of a cycle
@@ -163,6 +164,55 @@ def test_workers_that_persist_go_through_epochs_breaks_and_loads(shards, stream,
     no_children_left(before)
 
 
+class InThisProcess:
+    """In place of torch's iterator over a process that persists: makes its batches here."""
+
+    started = 0
+
+    def __init__(self, loader: StreamDataLoader) -> None:
+        InThisProcess.started += 1
+        self._feed = loader.dataset._given
+        self._reset(loader)
+
+    def _reset(self, loader: StreamDataLoader) -> None:
+        self._batches = self._feed.batches()
+
+    def __iter__(self) -> InThisProcess:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
+def test_workers_that_persist_are_started_anew_where_an_epoch_reads_something_else(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(StreamDataLoader, "_get_iterator", InThisProcess)
+    monkeypatch.setattr(InThisProcess, "started", 0)
+    path = make_table(tmp_path / "t", 96)
+
+    def epoch_of(loader: StreamDataLoader, epoch: int, num_rows: int) -> list[int]:
+        ids = flat(loader)
+        assert (loader.epoch, sorted(ids)) == (epoch + 1, list(range(num_rows)))
+        return ids
+
+    given = {"num_splits": NUM_SPLITS, "global_batch_size": GLOBAL_BATCH}
+    for options, starts in (({}, 1), ({"order": "lancedb"}, 3)):
+        stream = shards.stream(path, **given, **options)
+        loader = StreamDataLoader(shards.of(stream).to_torch_dataset(), num_workers=1, persistent_workers=True)
+        found = [epoch_of(loader, epoch, 96) for epoch in range(3)]
+        assert InThisProcess.started == starts
+        assert found == [[int(row) for step in range(3) for row in stream.row_ids(e, step)] for e in range(3)]
+        InThisProcess.started = 0
+
+    stream = shards.stream(path, **given, on_new_version="next_epoch")
+    loader = StreamDataLoader(shards.of(stream).to_torch_dataset(), num_workers=1, persistent_workers=True)
+    epoch_of(loader, 0, 96)
+    lance.write_dataset(lance.dataset(path).to_table().slice(0, 12), path, mode="append")  # ids 0 to 11 once more
+    ids = flat(loader)
+    assert sorted(ids) == sorted([*range(96), *range(12)])
+    assert InThisProcess.started == 2
+    assert loader.state_dict()["table_version"] == lance.dataset(path).version
+
+
 # ---- with workers of one pass, after a resume in another world
 
 
@@ -279,6 +329,22 @@ def test_a_failure_of_a_worker_comes_after_the_steps_before_it(shards, stream, o
         break
     assert shard.state_dict()["epoch"] == 1
     no_children_left(before)
+
+
+def test_a_stateful_data_loader_of_torchdata_saves_and_loads_the_state(shards, stream, oracle):
+    StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    first = StatefulDataLoader(shards.of(stream, 1, 2).to_torch_dataset(), batch_size=None)
+    for number, _ in enumerate(first):
+        if number == 3:
+            state = first.state_dict()
+            break
+    again = StatefulDataLoader(shards.of(stream, 1, 2).to_torch_dataset(), batch_size=None)
+    again.load_state_dict(state)
+    assert [ids_of(batch) for batch in again] == [of_rank(step, 1, 2) for step in oracle.epoch(0)[4:]]
+    dataset = shards.of(stream).to_torch_dataset()
+    loader = StatefulDataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="forkserver")
+    with pytest.raises(IterationError, match=r"knows its own batches and no position.*use StreamDataLoader"):
+        next(iter(loader))
 
 
 def test_what_a_loader_cannot_serve_is_refused(shards, stream):
