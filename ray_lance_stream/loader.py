@@ -92,9 +92,11 @@ class LoaderPass:
         """Whether the loop has received every batch of the pass."""
         return self._received == self.walk.num_batches
 
-    def end(self) -> None:
-        """The loop asks for no more batches."""
+    def end(self) -> bool:
+        """The loop asks for no more batches; returns whether the pass had not ended before."""
+        is_running = self._shard._pass is self
         self._shard._end_pass(self)
+        return is_running
 
     def close(self) -> None:
         """Let the workers go, unless their loader keeps them."""
@@ -118,8 +120,8 @@ class _Batches:
             self._running.end()
             raise
         except BaseException:
-            self._running.end()
-            self._loader._end_workers()
+            if self._running.end():
+                self._loader._end_workers()
             raise
 
     def __len__(self) -> int:

@@ -37,7 +37,11 @@ class StreamDataset(IterableDataset[Any]):
 
     Args:
         shard: whose rows.
-        batch_size, drop_last, dtypes, collate_fn, prefetch_batches: see `StreamShard.to_torch_dataset`.
+        batch_size: as of `StreamShard.to_torch_dataset`, and so are the others.
+        drop_last: see there.
+        dtypes: see there.
+        collate_fn: see there.
+        prefetch_batches: see there.
     """
 
     def __init__(

@@ -169,12 +169,12 @@ class InThisProcess:
 
     started = 0
 
-    def __init__(self, loader: StreamDataLoader) -> None:
+    def __init__(self, loader: Any) -> None:
         InThisProcess.started += 1
-        self._feed = loader.dataset._given
+        self._feed = loader.dataset._given or loader.dataset._feed_of_plain_loader()
         self._reset(loader)
 
-    def _reset(self, loader: StreamDataLoader) -> None:
+    def _reset(self, loader: Any) -> None:
         self._batches = self._feed.batches()
 
     def __iter__(self) -> InThisProcess:
@@ -185,7 +185,7 @@ class InThisProcess:
 
 
 def test_workers_that_persist_are_started_anew_where_an_epoch_reads_something_else(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(StreamDataLoader, "_get_iterator", InThisProcess)
+    monkeypatch.setattr(DataLoader, "_get_iterator", InThisProcess)
     monkeypatch.setattr(InThisProcess, "started", 0)
     path = make_table(tmp_path / "t", 96)
 
@@ -211,6 +211,33 @@ def test_workers_that_persist_are_started_anew_where_an_epoch_reads_something_el
     assert sorted(ids) == sorted([*range(96), *range(12)])
     assert InThisProcess.started == 2
     assert loader.state_dict()["table_version"] == lance.dataset(path).version
+
+
+def test_evaluation_passes_are_whole_and_may_be_repeated(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(DataLoader, "_get_iterator", InThisProcess)
+    path = make_table(tmp_path / "t", 96)
+    stream = shards.stream(path, num_splits=7, evaluation=True, drop_remainder=False)
+    train = shards.of(shards.stream(path, num_splits=7)).to_torch_dataset(batch_size=21)
+    loaders: list[list[Any]] = [[], []]
+    for rank in range(2):
+        shard = shards.of(stream, rank, 2)
+        dataset = shard.to_torch_dataset(batch_size=shard.local_batch_size(14))
+        loaders[0].append(StreamDataLoader(dataset, num_workers=1))
+        loaders[1].append(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn"))
+    for ranks in loaders:
+        for _ in range(2):
+            assert sorted(flat(ranks[0]) + flat(ranks[1])) == list(range(96))
+    plain = DataLoader(train, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    first = flat(plain)
+    with pytest.raises(IterationError, match="begun before"):
+        next(iter(plain))
+    train.set_epoch(0)
+    assert flat(plain) == first
+    with pytest.raises(IterationError, match="cannot be known here"):
+        iter(StreamDataLoader(train, num_workers=1))
+    train.set_epoch(1)
+    assert flat(plain) not in (first, [])
+    train.shard.close()
 
 
 # ---- with workers of one pass, after a resume in another world
@@ -328,6 +355,7 @@ def test_a_failure_of_a_worker_comes_after_the_steps_before_it(shards, stream, o
         assert ids_of(batch) == oracle.epoch(1)[0].tolist()
         break
     assert shard.state_dict()["epoch"] == 1
+    assert shard.digest() == stream.step_digest(1, 0)
     no_children_left(before)
 
 
