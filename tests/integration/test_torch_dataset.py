@@ -185,7 +185,7 @@ class InThisProcess:
 
 
 def test_workers_that_persist_are_started_anew_where_an_epoch_reads_something_else(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(DataLoader, "_get_iterator", InThisProcess)
+    monkeypatch.setattr(DataLoader, "_get_iterator", lambda loader: InThisProcess(loader))
     monkeypatch.setattr(InThisProcess, "started", 0)
     path = make_table(tmp_path / "t", 96)
 
@@ -214,7 +214,7 @@ def test_workers_that_persist_are_started_anew_where_an_epoch_reads_something_el
 
 
 def test_evaluation_passes_are_whole_and_may_be_repeated(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(DataLoader, "_get_iterator", InThisProcess)
+    monkeypatch.setattr(DataLoader, "_get_iterator", lambda loader: InThisProcess(loader))
     path = make_table(tmp_path / "t", 96)
     stream = shards.stream(path, num_splits=7, evaluation=True, drop_remainder=False)
     train = shards.of(shards.stream(path, num_splits=7)).to_torch_dataset(batch_size=21)
@@ -360,6 +360,7 @@ def test_a_failure_of_a_worker_comes_after_the_steps_before_it(shards, stream, o
 
 
 def test_a_stateful_data_loader_of_torchdata_saves_and_loads_the_state(shards, stream, oracle):
+    """Without workers. `tests/unit/test_own_reads.py` has what it is told with some."""
     StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     first = StatefulDataLoader(shards.of(stream, 1, 2).to_torch_dataset(), batch_size=None)
     for number, _ in enumerate(first):
@@ -369,10 +370,6 @@ def test_a_stateful_data_loader_of_torchdata_saves_and_loads_the_state(shards, s
     again = StatefulDataLoader(shards.of(stream, 1, 2).to_torch_dataset(), batch_size=None)
     again.load_state_dict(state)
     assert [ids_of(batch) for batch in again] == [of_rank(step, 1, 2) for step in oracle.epoch(0)[4:]]
-    dataset = shards.of(stream).to_torch_dataset()
-    loader = StatefulDataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="forkserver")
-    with pytest.raises(IterationError, match=r"knows its own batches and no position.*use StreamDataLoader"):
-        next(iter(loader))
 
 
 def test_what_a_loader_cannot_serve_is_refused(shards, stream):

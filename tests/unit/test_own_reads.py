@@ -42,6 +42,7 @@ from ray_lance_stream.own_reads import NumpyFunction, OwnReads, PassSpec
 from ray_lance_stream.reader import ChunkInfo
 from ray_lance_stream.row_lists import driver_lists
 from ray_lance_stream.splits import RankShare
+from ray_lance_stream.torch_dataset import StreamDataset
 from ray_lance_stream.transform import in_one_process
 from tests.support import make_table, scan_ids
 
@@ -343,6 +344,17 @@ def test_workers_that_persist_are_told_where_to_begin(path, as_worker):
     for start in (Position(0), Position(2, 7), Position(1, 3, partial_rows=5)):
         made.begin_at(start)
         assert [batch["id"].tolist() for batch in made.batches()] == expected(stream, spec, start)
+
+
+def test_a_dataset_in_a_worker_has_no_position(path):
+    """A StatefulDataLoader asks for it, and has the error raised in the loop."""
+    dataset = StreamDataset.__new__(StreamDataset)
+    made = Feed(spec_of(lance_stream(path, num_splits=NUM_SPLITS), 24), Position(0), told=False, once=True)
+    dataset.__dict__.update(_shard=None, _feed=made)
+    for ask in (dataset.state_dict, lambda: dataset.load_state_dict({}), lambda: dataset.epoch, lambda: len(dataset)):
+        with pytest.raises(IterationError, match=r"its own batches and no position.*use StreamDataLoader"):
+            ask()
+    assert sum(1 for _ in dataset) == 20  # without a DataLoader: the only worker
 
 
 class Unpicklable(Exception):
