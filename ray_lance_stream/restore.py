@@ -159,7 +159,8 @@ class StreamPosition:
         return self.lists.of(plan, epoch)
 
     def digest(self, block: SplitBlock) -> int:
-        """The digest of the rows of a block that the newest pass has delivered, in whole cycles."""
+        """The digest of the rows of a block that the newest pass has delivered, in whole cycles; errors as `state`."""
+        self._check_is_known()
         epoch, ranges = self.cursor().done
         if not ranges:
             return 0
