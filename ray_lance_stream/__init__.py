@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     )
     from ray_lance_stream.factory import lance_stream
     from ray_lance_stream.lancedb_state import to_lancedb_state
+    from ray_lance_stream.loader import StreamDataLoader
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.state import merge_state_dicts
     from ray_lance_stream.stream import LanceStream
+    from ray_lance_stream.torch_dataset import StreamDataset
     from ray_lance_stream.train import report
 
 __version__ = "0.1.0"
@@ -44,6 +46,8 @@ _HOME = {
     **dict.fromkeys(_ERRORS, "errors"),
     "LanceStream": "stream",
     "lance_stream": "factory",
+    "StreamDataLoader": "loader",
+    "StreamDataset": "torch_dataset",
     "StreamShard": "shard",
     "merge_state_dicts": "state",
     "report": "train",
@@ -57,6 +61,8 @@ __all__ = [
     "ReadError",
     "StateError",
     "StateMismatchError",
+    "StreamDataLoader",
+    "StreamDataset",
     "StreamError",
     "StreamShard",
     "TableError",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ray.data import DataIterator
 
 from ray_lance_stream.columns import TensorCollateFn
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.splits import RankShare, nearest_multiples
+
+if TYPE_CHECKING:
+    from ray_lance_stream.shard import StreamShard
+    from ray_lance_stream.torch_dataset import StreamDataset
 
 logger = logging.getLogger(__name__)
 
@@ -155,3 +159,37 @@ class StreamSizedIterator(DataIterator):
     def to_tf(self, *columns: Any, batch_size: Any = BATCH_SIZE_OF_STREAM, **kwargs: Any) -> Any:
         """`ray.data.DataIterator.to_tf`; batch_size defaults to this rank's share of global_batch_size."""
         return super().to_tf(*columns, batch_size=batch_size, **kwargs)
+
+    def to_torch_dataset(
+        self,
+        *,
+        batch_size: Any = BATCH_SIZE_OF_STREAM,
+        drop_last: bool = False,
+        dtypes: Any = None,
+        collate_fn: Any = None,
+        prefetch_batches: int = 1,
+    ) -> StreamDataset:
+        """The batches of this shard as a `torch.utils.data.IterableDataset`, for a `DataLoader(..., batch_size=None)` or a
+        `StreamDataLoader`; see docs/pytorch.md.
+
+        Args:
+            batch_size: as of `iter_torch_batches`.
+            drop_last: leave out a last batch that is not whole.
+            dtypes: as of `iter_torch_batches`.
+            collate_fn: what makes something else of a batch than a dict of tensors: a function of a dict of arrays, or a
+                `CollateFn` of Ray Data. With workers it is pickled.
+            prefetch_batches: batches that are made ahead without workers; with some, `DataLoader(prefetch_factor=...)` says it.
+
+        Raises:
+            ConfigError: a batch size that cannot be served, no function, or dtypes beside one.
+        """
+        from ray_lance_stream.torch_dataset import StreamDataset
+
+        return StreamDataset(
+            cast("StreamShard", self),
+            batch_size,
+            drop_last=drop_last,
+            dtypes=dtypes,
+            collate_fn=collate_fn,
+            prefetch_batches=prefetch_batches,
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from ray.data.block import BlockAccessor
@@ -10,7 +10,11 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 
 from ray_lance_stream._ray_data import ArrowTensorArray
 from ray_lance_stream.decode import was_bfloat16
-from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.errors import ConfigError, ReadError
+
+if TYPE_CHECKING:
+    from ray_lance_stream.plan import StreamPlan
+    from ray_lance_stream.reader import ReadRequest
 
 
 class NullInTensorError(ValueError):
@@ -63,6 +67,23 @@ def refuse_nulls(table: pa.Table) -> None:
     for field, column in zip(table.schema, table.columns, strict=True):
         if column.null_count:
             raise NullInTensorError(_null_message(field) + " (a collate_fn can fill it)", _first_null(column))
+
+
+def null_error(name: str, error: NullInTensorError, request: ReadRequest, plan: StreamPlan) -> ReadError:
+    """A null in a chunk as an error that names its row.
+
+    Args:
+        name: of the stream.
+        error: says which row of the chunk it is.
+        request: the chunk.
+        plan: of the request, resolved.
+    """
+    table = request.plan.table
+    return ReadError(
+        f"stream {name!r}: {error}, in row {request.rows(plan)[error.row]} of table {table.identity} version "
+        f"{table.version}; leave the column out with columns=[...] or its nulls with filter='... IS NOT NULL', or fill them "
+        "with map_batches(..., batch_format='pyarrow')"
+    )
 
 
 class TensorCollateFn(ArrowBatchCollateFn):

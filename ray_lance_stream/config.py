@@ -67,6 +67,13 @@ class Shared(Generic[T]):
         return Shared, (self._value, None) if self._ref is None else (None, self._ref)
 
 
+class Own(Shared[T]):
+    """A value that is copied to each process, also to those that know nothing of Ray."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Own, (self._value,)
+
+
 @dataclass(frozen=True)
 class RowList:
     """The rows of a listed order, small enough to be sent with each read: the list itself is shared.

@@ -21,7 +21,7 @@ from ray_lance_stream.row_lists import driver_lists
 from ray_lance_stream.source import projected_schema
 from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.state import skipped_in
-from ray_lance_stream.transform import Stage
+from ray_lance_stream.transform import Stage, in_one_process
 
 # Ray Data keeps an object per read task and looks at each of them several times before the first one runs.
 MAX_READ_TASKS = 1000
@@ -62,15 +62,13 @@ def epoch_source(
 def _in_read_tasks(stages: Sequence[Stage]) -> Stage | None:
     """All transforms, as one stage where the rows are read."""
     for stage in stages:
-        options = stage.processes.options if stage.processes is not None else {}
-        special = sorted(key for key, value in options.items() if value and key not in ("num_cpus", "memory"))
-        if special:
+        if stage.special_options:
             raise ConfigError(
-                f"to_dataset() runs transforms in plain read tasks, but {stage} asks for {', '.join(special)}: call "
-                "to_dataset() on the stream without it, and map_batches on the dataset"
+                f"to_dataset() runs transforms in plain read tasks, but {stage} asks for "
+                f"{', '.join(stage.special_options)}: call to_dataset() on the stream without it, and map_batches on the "
+                "dataset"
             )
-    transforms = tuple(each for stage in stages for each in stage.transforms)
-    return Stage(transforms, None) if transforms else None
+    return in_one_process(stages)
 
 
 def cycles_per_chunk(plan: ReadPlan, step_cycles: int, chunk_bytes: int, target_bytes: int | None) -> int:

@@ -20,9 +20,9 @@ from ray_lance_stream._ray_data import (
     ref_bundle,
     unpinned,
 )
-from ray_lance_stream.columns import NullInTensorError, TensorCollateFn, refuse_nulls, with_tensor_columns
+from ray_lance_stream.columns import NullInTensorError, TensorCollateFn, null_error, refuse_nulls, with_tensor_columns
 from ray_lance_stream.cursor import EpochWalk
-from ray_lance_stream.errors import IterationError, ReadError
+from ray_lance_stream.errors import IterationError
 from ray_lance_stream.reader import ChunkInfo
 from ray_lance_stream.window import ReadWindow
 
@@ -160,14 +160,7 @@ class EpochPass(DataIterator):
                 refuse_nulls(table)
             return table
         except NullInTensorError as error:
-            span = request.span
-            rows = request.plan.resolve().rows(request.epoch, request.block, span.start, span.stop)
-            source = request.plan.table
-            raise ReadError(
-                f"stream {self._shard.name!r}: {error}, in row {rows[span.skip_rows + error.row]} of table "
-                f"{source.identity} version {source.version}; leave the column out with columns=[...] or its nulls with "
-                "filter='... IS NOT NULL', or fill them with map_batches(..., batch_format='pyarrow')"
-            ) from None
+            raise null_error(self._shard.name, error, request, request.plan.resolve()) from None
 
     def _on_batch(self, rows: int) -> None:
         self._given_rows += rows
@@ -182,6 +175,11 @@ class EpochPass(DataIterator):
         has_let_go = self._window.received(rows)
         self._shard._received(rows)
         self._shard._read_ahead(self._window, self._walk, has_let_go)
+
+    @property
+    def walk(self) -> EpochWalk | None:
+        """The rows of the pass; None before it begins."""
+        return self._walk
 
     @property
     def is_complete(self) -> bool:

@@ -50,7 +50,7 @@ class TransformError(StreamError, RuntimeError):
     """
 
     def __init__(self, text: str, cause: BaseException | None = None) -> None:
-        cause = cause if cause is None or _can_be_pickled(cause) else None
+        cause = cause if cause is None or can_be_pickled(cause) else None
         super().__init__(text, cause)
         self.__cause__ = cause
 
@@ -58,7 +58,8 @@ class TransformError(StreamError, RuntimeError):
         return str(self.args[0])
 
 
-def _can_be_pickled(error: BaseException) -> bool:
+def can_be_pickled(error: BaseException) -> bool:
+    """Whether an error can go to another process as it is."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -72,10 +72,10 @@ class Inspectable:
         )
         return rows if column is None else explain.column_values(self._plan, rows, column)
 
-    def digest(self, epoch: int, step: int, *, global_batch_size: int | None = None) -> int:
+    def step_digest(self, epoch: int, step: int, *, global_batch_size: int | None = None) -> int:
         """A number in [0, 2**64) for the rows of one global step.
 
-        Digests add up modulo 2**64: over the steps of a pass and over the ranks, `shard.digest` gives the same sum.
+        Digests add up modulo 2**64: over the steps of a pass and over the ranks, `shard.digest()` gives the same sum.
 
         Raises:
             ConfigError: no such step, or no global batch size.

@@ -11,7 +11,7 @@ from ray_lance_stream import train
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.cursor import Cursor, EpochWalk, Position
 from ray_lance_stream.epoch_plans import EpochPlans
-from ray_lance_stream.errors import StateError, StateMismatchError
+from ray_lance_stream.errors import IterationError, StateError, StateMismatchError
 from ray_lance_stream.lancedb_order import made_by
 from ray_lance_stream.lancedb_state import from_lancedb_state, is_lancedb_state
 from ray_lance_stream.link import CoordinatorLink
@@ -38,6 +38,8 @@ class StreamPosition:
         plan: what the newest pass reads; before the first one, what the open epoch does as far as is known.
         config: how it is delivered, with the skips of a loaded state.
         lists: what the newest passes read, with the lists of their epochs.
+        handed_out: tells one pass that a plain DataLoader with workers delivers from another one; None: there is none, and
+            the position is known.
 
     Args:
         name: stream name.
@@ -58,6 +60,7 @@ class StreamPosition:
         self._link = link
         self.lists = ListedPlans(name, link, then_next=not (config.evaluation or config.takes_up_versions))
         self._cursor: Cursor | None = None
+        self.handed_out: object = None
 
     def cursor(self) -> Cursor:
         """The cursor; on first use set to where this shard starts.
@@ -83,7 +86,12 @@ class StreamPosition:
         return self._cursor
 
     def state(self) -> StreamState:
-        """What a checkpoint records: where the loop is."""
+        """What a checkpoint records: where the loop is.
+
+        Raises:
+            IterationError: that is not known.
+        """
+        self._check_is_known()
         position, source = self.cursor().where
         return StreamState(
             identity=source.identity,
@@ -116,13 +124,31 @@ class StreamPosition:
         Raises:
             ConfigError: another rank reads other rows, or steps differently.
         """
+        source = self._agreed(plan, walk, batch_size, drop_last)
+        self.plan = plan.unlisted()
+        self.cursor().begin(walk, source)
+
+    def hand_out(self, plan: ReadPlan, walk: EpochWalk, batch_size: int, drop_last: bool) -> None:
+        """A pass is delivered where this shard does not see it; arguments and errors as `begin`."""
+        self._agreed(plan, walk, batch_size, drop_last)
+        self.handed_out = object()
+
+    def _agreed(self, plan: ReadPlan, walk: EpochWalk, batch_size: int | None, drop_last: bool) -> _Source:
+        self._check_is_known()
         identity, listed = self._identity(plan), None
         if plan.listed is not None and plan.listed.epoch is not None:
             listed = ListedEpoch(walk.start.epoch, plan.listed.fingerprint, made_by())
         fingerprint = None if listed is None else listed.fingerprint
         self._link.agree_on_pass(walk.start.epoch, identity, fingerprint, walk.block, batch_size, drop_last)
-        self.plan = plan.unlisted()
-        self.cursor().begin(walk, _Source(identity, listed))
+        return _Source(identity, listed)
+
+    def _check_is_known(self) -> None:
+        if self.handed_out is not None and not self.config.evaluation:
+            raise IterationError(
+                f"where the loop over stream {self._name!r} is cannot be known here, since a plain DataLoader with workers "
+                "delivers its batches: use StreamDataLoader, which counts them, or num_workers=0; set_epoch(epoch) and "
+                "load_state_dict(state) say where the next pass begins"
+            )
 
     def with_list(self, plan: ReadPlan, epoch: int) -> ReadPlan:
         """What a pass reads, with the list of its epoch, where the order is listed; waits until it is made.
@@ -133,7 +159,8 @@ class StreamPosition:
         return self.lists.of(plan, epoch)
 
     def digest(self, block: SplitBlock) -> int:
-        """The digest of the rows of a block that the newest pass has delivered, in whole cycles."""
+        """The digest of the rows of a block that the newest pass has delivered, in whole cycles; errors as `state`."""
+        self._check_is_known()
         epoch, ranges = self.cursor().done
         if not ranges:
             return 0
@@ -147,8 +174,9 @@ class StreamPosition:
         return StreamState.from_dict(state)
 
     def tell(self) -> None:
-        """Tell the coordinator where this shard is; waits for nothing."""
-        self._link.tell(self.state())
+        """Tell the coordinator where this shard is, if that is known; waits for nothing."""
+        if self.handed_out is None:
+            self._link.tell(self.state())
 
     def load(self, saved: StreamState) -> None:
         """Continue from a state, at the table version that it records, or at an epoch that takes up one.
@@ -171,6 +199,7 @@ class StreamPosition:
         self.plan, self.config = plan, self.config.with_skipped(saved.skipped)
         cursor.load(self._position_of(saved), _Source(self._source_of(saved, plan), saved.listed))
         self._cursor = cursor
+        self.handed_out = None
 
     def _plan_at(self, version: int) -> ReadPlan:
         if version == self._pinned.table.version:

@@ -16,6 +16,7 @@ from ray_lance_stream.state import StreamState
 if TYPE_CHECKING:
     from ray_lance_stream.attempts import Attempt
     from ray_lance_stream.epoch_pass import EpochPass
+    from ray_lance_stream.loader import LoaderPass
     from ray_lance_stream.splits import RankShare
 
 
@@ -26,14 +27,14 @@ class Resumable:
     world_rank: int
     _attempt: Attempt
     _position: StreamPosition
-    _pass: EpochPass | None
+    _pass: EpochPass | LoaderPass | None
 
     @property
     @abstractmethod
     def _share(self) -> RankShare: ...
 
     @abstractmethod
-    def _end_pass(self, ended: EpochPass) -> None: ...
+    def _end_pass(self, ended: EpochPass | LoaderPass) -> None: ...
 
     @property
     def epoch(self) -> int:
@@ -51,13 +52,13 @@ class Resumable:
         if self._pass is not None:
             self._end_pass(self._pass)
         cursor.set_epoch(epoch)
+        self._position.handed_out = None
 
-    @property
     def digest(self) -> int:
         """A number in [0, 2**64) for the rows that the newest pass has delivered to this rank, in whole cycles.
 
         The sum over ranks, modulo 2**64, does not depend on how many there are; it equals the sum of
-        `LanceStream.digest` over the steps of the pass. Computed from the order when asked for: costs nothing otherwise.
+        `LanceStream.step_digest` over the steps of the pass. Computed from the order when asked for: costs nothing otherwise.
         """
         self._restore()
         return self._position.digest(self._share.block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.data import DataContext, Schema
@@ -26,6 +26,9 @@ from ray_lance_stream.splits import RankShare
 from ray_lance_stream.state import skipped_in
 from ray_lance_stream.supply import ChunkSupply
 from ray_lance_stream.window import ReadWindow
+
+if TYPE_CHECKING:
+    from ray_lance_stream.loader import LoaderPass
 
 RUNTIME = ("_position", "_pass", "_stats", "_link", "_supply", "_batch_rule", "_meter")
 
@@ -69,7 +72,7 @@ class StreamShard(StreamSizedIterator, Resumable):
         self._reset_runtime()
 
     def _reset_runtime(self) -> None:
-        self._pass: EpochPass | None = None
+        self._pass: EpochPass | LoaderPass | None = None
         self._stats = DatasetStats(metadata={}, parent=None)
         self._meter = Meter(self._stats)
         self._link = CoordinatorLink(
@@ -167,10 +170,12 @@ class StreamShard(StreamSizedIterator, Resumable):
         """A pass that begins when its first item is asked for."""
         cursor = self._restore()
         if batch_size is not None:
-            start, plan = cursor.next_start, self._position.plan_from(cursor.next_start)
-            if start.cycle == 0 and not self._walk(start, plan, batch_size, drop_last).num_rows:
-                self._batch_rule.refuse_empty_epoch(self._walk(start, plan).num_rows, batch_size)
+            self._refuse_empty(cursor.next_start, self._position.plan_from(cursor.next_start), batch_size, drop_last)
         return EpochPass(self, batch_size, drop_last)
+
+    def _refuse_empty(self, start: Position, plan: ReadPlan, batch_size: int, drop_last: bool) -> None:
+        if start.cycle == 0 and not self._walk(start, plan, batch_size, drop_last).num_rows:
+            self._batch_rule.refuse_empty_epoch(self._walk(start, plan).num_rows, batch_size)
 
     def _walk(
         self, start: Position, plan: ReadPlan, batch_size: int | None = None, drop_last: bool = False
@@ -187,15 +192,34 @@ class StreamShard(StreamSizedIterator, Resumable):
 
     def _begin_pass(self, new: EpochPass) -> tuple[EpochWalk, ReadWindow]:
         """End the pass before, move to where the next one starts and return its walk and its window."""
+        plan, walk = self._next_pass(new.batch_size, new.drop_last)
+        self._position.begin(plan, walk, new.batch_size, new.drop_last)
+        self._pass = new
+        return walk, self._supply.take(plan, walk)
+
+    def _begin_loader_pass(self, new: LoaderPass) -> tuple[ReadPlan, EpochWalk]:
+        """As `_begin_pass`, of a pass that DataLoader workers read."""
+        plan, walk = self._next_pass(new.batch_size, new.drop_last)
+        self._refuse_empty(walk.start, plan, new.batch_size, new.drop_last)
+        self._position.begin(plan, walk, new.batch_size, new.drop_last)
+        self._pass = new
+        return plan, walk
+
+    def _hand_out(self, batch_size: int, drop_last: bool) -> tuple[ReadPlan, EpochWalk]:
+        """As `_begin_loader_pass`, where this process does not see what is delivered; the position stays."""
+        plan, walk = self._next_pass(batch_size, drop_last)
+        self._refuse_empty(walk.start, plan, batch_size, drop_last)
+        self._position.hand_out(plan, walk, batch_size, drop_last)
+        return plan, walk
+
+    def _next_pass(self, batch_size: int | None, drop_last: bool) -> tuple[ReadPlan, EpochWalk]:
+        """End the running pass; returns the plan of the next one, with its list, and its walk."""
         cursor = self._restore()
         if self._pass is not None:
             self._end_pass(self._pass)
         plan = self._position.plan_from(cursor.next_start)
-        walk = self._walk(cursor.next_start, plan, new.batch_size, new.drop_last)
-        with_list = self._position.with_list(plan, walk.start.epoch)
-        self._position.begin(with_list, walk, new.batch_size, new.drop_last)
-        self._pass = new
-        return walk, self._supply.take(with_list, walk)
+        walk = self._walk(cursor.next_start, plan, batch_size, drop_last)
+        return self._position.with_list(plan, walk.start.epoch), walk
 
     def _received(self, rows: int) -> None:
         self._position.cursor().received(rows)
@@ -211,7 +235,7 @@ class StreamShard(StreamSizedIterator, Resumable):
                 next_walk = partial(self._walk, Position(walk.start.epoch + 1), plan, walk.batch_size, walk.drop_last)
                 self._supply.read_ahead(running, plan, next_walk)
 
-    def _end_pass(self, ended: EpochPass) -> None:
+    def _end_pass(self, ended: EpochPass | LoaderPass) -> None:
         if self._pass is not ended:
             return
         self._pass = None

@@ -111,6 +111,12 @@ class ChunkSupply:
         self._replaced = self._newest.replaced
         return self._newest
 
+    def count_replaced(self) -> ReplacedRows:
+        """The count of a pass that begins, and whose chunks are read elsewhere."""
+        self.ahead.drop()
+        self._newest, self._replaced = None, self._new_count()
+        return self._replaced
+
     def read_ahead(self, running: ReadWindow, plan: ReadPlan, next_walk: Callable[[], EpochWalk]) -> None:
         """Send the first reads of the next pass, as there is room."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -111,6 +111,12 @@ class Stage:
     def is_pool(self) -> bool:
         """Whether its processes are actors, which keep the instance of a class, or tasks."""
         return self.processes is not None and self.has_class
+
+    @property
+    def special_options(self) -> list[str]:
+        """What its processes ask for that a process which just reads has not: all but CPUs and memory."""
+        options = self.processes.options if self.processes is not None else {}
+        return sorted(key for key, value in options.items() if value and key not in ("num_cpus", "memory"))
 
     @property
     def has_class(self) -> bool:
@@ -230,6 +236,12 @@ def with_transform(
         raise ConfigError(f"{transform.name}: a class with processes of its own needs concurrency, the number of them")
     _check_options(last)
     return (*(stages[:-1] if joined else stages), last)
+
+
+def in_one_process(stages: Sequence[Stage]) -> Stage | None:
+    """All transforms as one stage, where the rows are read; None if there are none."""
+    transforms = tuple(each for stage in stages for each in stage.transforms)
+    return Stage(transforms, None) if transforms else None
 
 
 def name_of(fn: Any) -> str:

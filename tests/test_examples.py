@@ -56,6 +56,14 @@ def test_images_trains_around_corrupt_files(tmp_path):
     assert "rows of corrupt files that a worker received: 0" in output
 
 
+def test_plain_ddp_goes_on_with_other_ranks(tmp_path):
+    """Without Ray Train."""
+    output = run("plain_ddp.py", "--workers", "2", "--then", "1", cwd=tmp_path)
+    assert "2 workers: steps 0 to 6" in output
+    assert "1 workers: steps 7 to 19" in output
+    assert "20 global steps: identical with the plan" in output
+
+
 LOCAL_MODE = """
 import sys
 import ray.train
@@ -78,6 +86,7 @@ def loop():
             assert train.state_dict()["samples_consumed_per_split"] == 2 * len(ids)  # not what was told last
     assert "* Rows received: 300 (" in train.stats()
     assert ids == [step.tolist() for step in Oracle(scan_ids(table), 12, 2).epoch(0)]
+    assert train.digest() == sum(train.step_digest(0, step, global_batch_size=24) for step in range(len(ids))) % 2**64
     assert sorted(row["id"] for row in val.iter_rows()) == list(range(300))
     assert train.state_dict()["epoch"] == train.epoch == 1
     with open(sys.argv[2] + "/model.txt", "w") as file:

@@ -345,7 +345,7 @@ def test_with_num_splits_there_is_nothing_to_warn_of(path: str, caplog: pytest.L
 
 def test_rows_of_a_step_that_does_not_exist(path: str) -> None:
     stream = lance_stream(path, num_splits=48, global_batch_size=96)
-    for ask in (stream.row_ids, stream.digest):
+    for ask in (stream.row_ids, stream.step_digest):
         for step in (5, -1, True, 1.5):
             refusal(ConfigError, ("step must be an int in [0, 5)", f"got {step!r}"), lambda: ask(0, step))  # noqa: B023
         refusal(ConfigError, ("epoch must be an int >= 0", "-1"), lambda: ask(-1, 0))  # noqa: B023

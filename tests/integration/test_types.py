@@ -22,6 +22,8 @@ from ray.data.collate_fn import ArrowBatchCollateFn, NumpyBatchCollateFn, Pandas
 
 from ray_lance_stream import ConfigError, ReadError
 from ray_lance_stream.columns import TensorCollateFn, with_tensor_columns
+from ray_lance_stream.cursor import Position
+from ray_lance_stream.own_reads import OwnReads
 from ray_lance_stream.take import take_rows
 from tests.column_types import NUM_ROWS, columns_of, slug, write
 from tests.integration.conftest import Shards
@@ -108,6 +110,9 @@ def test_every_type_that_torch_can_hold(shards: Shards, wide: lance.LanceDataset
     for name in held:
         got = torch.cat([batch[name] for batch in batches])
         torch.testing.assert_close(got, expected[name], rtol=0, atol=0, equal_nan=True)
+    in_loader_worker = OwnReads(shard.to_torch_dataset(batch_size=8).spec(shard._plan), Position(0), 0, 1)
+    for batch, (found, _) in zip(batches, in_loader_worker, strict=True):
+        torch.testing.assert_close(found, batch, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_process_that_has_not_imported_lance(shards: Shards, wide: lance.LanceDataset) -> None:

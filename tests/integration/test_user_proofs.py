@@ -86,7 +86,7 @@ def test_rows_of_a_step(stream, oracle, table):
     [(0, STEPS, rf"\[0, {STEPS}\).*{STEPS}"), (0, -1, "-1"), (0, True, "True"), (-1, 0, "-1")],
 )
 def test_steps_that_do_not_exist(stream, epoch, step, says):
-    for ask in (stream.row_ids, stream.digest):
+    for ask in (stream.row_ids, stream.step_digest):
         with pytest.raises(ConfigError, match=says):
             ask(epoch, step)
     with pytest.raises(ConfigError, match="column must be one of"):
@@ -96,23 +96,23 @@ def test_steps_that_do_not_exist(stream, epoch, step, says):
 
 
 def test_digests_of_ranks_add_up_to_those_of_steps(stream):
-    expected = sum(stream.digest(0, step) for step in range(5)) % 2**64
+    expected = sum(stream.step_digest(0, step) for step in range(5)) % 2**64
     for world in (1, 3, 5):
         total = 0
         for rank in range(world):
             shard = stream.shard(rank, world)
-            assert shard.digest == 0
+            assert shard.digest() == 0
             for step, _ in enumerate(shard.iter_batches()):
                 if step == 4:
                     break
-            total += shard.digest
+            total += shard.digest()
             shard.close()
         assert total % 2**64 == expected
 
 
 def test_digests_tell_rows_steps_and_epochs_apart(stream, table):
     other = lance_stream(table, num_splits=NUM_SPLITS, global_batch_size=GLOBAL_BATCH, shuffle_seed=1)
-    digests = [s.digest(epoch, step) for s in (stream, other) for epoch in range(3) for step in range(STEPS)]
+    digests = [s.step_digest(epoch, step) for s in (stream, other) for epoch in range(3) for step in range(STEPS)]
     assert len(set(digests)) == len(digests)
     assert all(0 <= digest < 2**64 for digest in digests)
 
@@ -134,8 +134,8 @@ def test_skipped_steps_are_left_out_on_every_rank_and_recorded(stream, oracle):
     assert shard.num_batches() == len(kept)
     assert [batch["id"].tolist() for batch in shard.iter_batches()] == kept
     assert shard.state_dict()["skipped"] == [[0, 4, 10], [1, 24, 25]]
-    assert shard.digest == sum(skipping.digest(0, step) for step in range(STEPS)) % 2**64
-    assert skipping.digest(0, 3) == 0
+    assert shard.digest() == sum(skipping.step_digest(0, step) for step in range(STEPS)) % 2**64
+    assert skipping.step_digest(0, 3) == 0
     assert [batch["id"].tolist() for batch in shard.iter_batches()] == [ids.tolist() for ids in oracle.epoch(1)[:-1]]
     shard.close()
     assert_elastic(skipping, world_sizes=(1, 3, 5))

@@ -427,5 +427,5 @@ def test_rows_and_digests_of_steps_come_from_the_list(stream, tables):
     for step in (0, 5):
         rows = stream.row_ids(3, step, column="id", global_batch_size=2 * S)
         assert rows == theirs[step * 2 * S : (step + 1) * 2 * S]
-    digests = {stream.digest(epoch, step, global_batch_size=2 * S) for epoch in (3, 4) for step in (0, 1)}
+    digests = {stream.step_digest(epoch, step, global_batch_size=2 * S) for epoch in (3, 4) for step in (0, 1)}
     assert len(digests) == 4

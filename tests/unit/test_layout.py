@@ -30,6 +30,8 @@ PUBLIC = [
     "ReadError",
     "StateError",
     "StateMismatchError",
+    "StreamDataLoader",
+    "StreamDataset",
     "StreamError",
     "StreamShard",
     "TableError",
@@ -124,7 +126,7 @@ def test_the_package_alone_imports_nothing_heavy() -> None:
 
 
 def test_the_modules_without_io_import_nothing_heavy() -> None:
-    modules = ("errors", "splits", "suggest", "order", "cursor", "plan", "state", "lancedb_state")
+    modules = ("errors", "splits", "suggest", "order", "cursor", "own_batches", "plan", "state", "lancedb_state")
     assert imported_by("\n".join(f"import ray_lance_stream.{name}" for name in modules)) == []
 
 
