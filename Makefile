@@ -47,6 +47,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed, this is " + sys.version if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint,examples,docs]'
+	@# Transformers has thousands of modules, of which few are imported: their byte code is made as needed.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-build-isolation -c constraints.txt \
+		-e '.[integrations]'
 	@touch $@
 
 # Beside the environment, not in it: only the processes of the benchmarked peers see these packages.
