@@ -74,8 +74,9 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, metrics: dict[str, 
 
 def start_ray(workers: int) -> None:
     """Starts Ray on this machine, with as many logical CPUs as the workers ask for: real cores may be fewer."""
-    # Ray forks only to execute another program at once, so nothing of LanceDB runs in the child.
+    # Ray forks only to execute another program at once, so nothing of Lance runs in the child.
     warnings.filterwarnings("ignore", message="lancedb fork support", category=RuntimeWarning)
+    warnings.filterwarnings("ignore", message="lance is not fork-safe", category=UserWarning)
     cpus = 2 * workers
     ray.init(
         address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING

@@ -2,8 +2,8 @@
 
     python examples/ray_train/bytes_lm.py
 
-1. Lines of the standard library's sources, joined to texts of 40 to 200 bytes, are written to a Lance table. They are on
-   every machine that has Python.
+1. Lines of the standard library's sources, joined to texts of 40 bytes or a little more, are written to a Lance table. They
+   are on every machine that has Python.
 2. A TorchTrainer trains a GRU on 2 workers to predict the next byte. The collate function pads the texts of a batch to the
    longest one. In the middle of the second epoch every worker raises an error; Ray starts new workers, which go on from the
    last checkpoint.
@@ -41,7 +41,7 @@ from ray_lance_stream import lance_stream
 # Workers on other machines have no copy of _common.py: its functions travel with the training loop.
 cloudpickle.register_pickle_by_value(_common)
 
-TEXTS = 6000
+TEXTS = 4800
 TEXT_BYTES = (40, 200)
 GLOBAL_BATCH_SIZE = 96
 NUM_SPLITS = 48
