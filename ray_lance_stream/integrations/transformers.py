@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from typing import Any
 
-import ray.train
 import torch.distributed as dist
 from ray.train import Checkpoint
 from transformers import TrainerCallback
@@ -62,7 +61,7 @@ class StreamReportCallback(TrainerCallback):
         if dist.is_initialized():
             dist.barrier()  # each rank writes its random state
         checkpoint = None
-        if ray.train.get_context().get_local_rank() == 0:
+        if args.local_process_index == 0:
             directory = tempfile.mkdtemp(prefix="transformers-")
             saved = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
             shutil.copytree(saved, os.path.join(directory, CHECKPOINT_NAME))
