@@ -41,9 +41,9 @@ from ray_lance_stream import lance_stream
 # Workers on other machines have no copy of _common.py: its functions travel with the training loop.
 cloudpickle.register_pickle_by_value(_common)
 
-TEXTS = 4800
+TEXTS = 2400
 TEXT_BYTES = (40, 200)
-GLOBAL_BATCH_SIZE = 96
+GLOBAL_BATCH_SIZE = 48
 NUM_SPLITS = 48
 EPOCHS = 2
 SAVE_EVERY = 20
@@ -84,7 +84,7 @@ def pad(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 class NextByte(nn.Module):
     """Scores for each next byte."""
 
-    def __init__(self, width: int = 96) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.embed = nn.Embedding(257, width, padding_idx=PADDING)
         self.gru = nn.GRU(width, width, batch_first=True)
@@ -99,7 +99,7 @@ def train_loop(config: dict[str, Any]) -> None:
     train: Any = ray.train.get_dataset_shard("train")
     torch.manual_seed(0)
     model = prepare_model(NextByte())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     is_second = ray.train.get_checkpoint() is not None
     _common.load(model, optimizer)
 

@@ -40,7 +40,7 @@ cloudpickle.register_pickle_by_value(_common)
 
 EPOCHS = 2
 GLOBAL_BATCH_SIZE = 96
-SAVE_EVERY = 5
+SAVE_EVERY = 7
 FAIL_AT = (1, 9)
 
 

@@ -75,7 +75,7 @@ def train_loop(config: dict[str, Any]) -> None:
         accelerator="cpu",
         strategy=ray.train.lightning.RayDDPStrategy(),
         plugins=[ray.train.lightning.RayLightningEnvironment()],
-        callbacks=[StreamReportCallback(batches, every_n_steps=5)],
+        callbacks=[StreamReportCallback(batches, every_n_steps=7)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -82,8 +82,8 @@ def train_loop(config: dict[str, Any]) -> None:
         gradient_accumulation_steps=ACCUMULATE,
         ignore_data_skip=True,  # the stream goes on by itself
         save_strategy="steps",
-        save_steps=4,
-        logging_steps=4,
+        save_steps=6,
+        logging_steps=6,
         learning_rate=1e-2,
         report_to=[],
         disable_tqdm=True,
