@@ -27,15 +27,11 @@ EPOCHS = 3
 STEPS = 5  # of an epoch
 
 
-class Saved(Exception):
-    """Ends a run behind a checkpoint."""
-
-
 class Reports:
-    """Stands for `report` outside of a run: keeps each checkpoint, and can end the run behind one."""
+    """Stands for `report` outside of a run: keeps each checkpoint, with the position as it is then."""
 
-    def __init__(self, folder: Path, batches: TrackedBatches, stop_behind: int | None = None) -> None:
-        self.folder, self.batches, self.stop_behind = folder, batches, stop_behind
+    def __init__(self, folder: Path, batches: TrackedBatches) -> None:
+        self.folder, self.batches = folder, batches
         self.saved: list[Path] = []
         self.metrics: list[dict[str, Any]] = []
 
@@ -46,8 +42,6 @@ class Reports:
         save_state_file(path, "train", self.batches.state())
         self.saved.append(path)
         self.metrics.append(metrics)
-        if len(self.saved) == self.stop_behind:
-            raise Saved
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +96,13 @@ def fit(
     table: str,
     folder: Path,
     checkpoint: Path | None = None,
-    stop_behind: int | None = None,
     ckpt: bool = True,
     **options: Any,
 ) -> tuple[Module, Reports]:
-    """One run of Lightning, up to a checkpoint or to its end."""
+    """One run of Lightning, from a checkpoint or the beginning."""
     folder.mkdir()
     batches = batches_of(shards, table, checkpoint)
-    reports = Reports(folder, batches, stop_behind)
+    reports = Reports(folder, batches)
     monkeypatch.setattr(with_lightning, "report", reports)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -122,10 +115,7 @@ def fit(
     )
     module = Module()
     path = f"{checkpoint}/{with_lightning.CHECKPOINT_NAME}" if checkpoint and ckpt else None
-    try:
-        trainer.fit(module, train_dataloaders=batches, ckpt_path=path, weights_only=False)
-    except Saved:
-        assert stop_behind is not None
+    trainer.fit(module, train_dataloaders=batches, ckpt_path=path, weights_only=False)
     return module, reports
 
 
