@@ -80,6 +80,10 @@ class Module(pl.LightningModule):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.trained: list[list[int]] = []
+        self.validated: list[int] = []
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.validated += batch["id"].tolist()
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.trained.append(batch["id"].tolist())
@@ -97,6 +101,7 @@ def fit(
     folder: Path,
     checkpoint: Path | None = None,
     ckpt: bool = True,
+    validation: Any = None,
     **options: Any,
 ) -> tuple[Module, Reports]:
     """One run of Lightning, from a checkpoint or the beginning."""
@@ -115,7 +120,7 @@ def fit(
     )
     module = Module()
     path = f"{checkpoint}/{with_lightning.CHECKPOINT_NAME}" if checkpoint and ckpt else None
-    trainer.fit(module, train_dataloaders=batches, ckpt_path=path, weights_only=False)
+    trainer.fit(module, train_dataloaders=batches, val_dataloaders=validation, ckpt_path=path, weights_only=False)
     return module, reports
 
 
@@ -146,6 +151,18 @@ def test_lightning_resumes_exactly_from_each_of_its_checkpoints(
         trained = epoch * limit + min(step * accumulate, limit)
         assert resumed.trained == unbroken.trained[trained:], (loop, number)
         assert torch.equal(resumed.weight, unbroken.weight)
+
+
+def test_lightning_validates_on_all_rows(monkeypatch, shards, table, epochs, tmp_path) -> None:
+    """After a look at two batches, with which it begins; in the middle of epochs and at their ends."""
+    shard = shards.of(shards.stream(table, num_splits=7, evaluation=True, drop_remainder=False))
+    validation = shard.iter_torch_batches(batch_size=35)
+    options = {"max_epochs": EPOCHS, "val_check_interval": 3, "check_val_every_n_epoch": None}
+    module, _ = fit(monkeypatch, shards, table, tmp_path / "one", validation=validation, **options)
+    assert module.trained == epochs
+    times = EPOCHS * STEPS // 3
+    assert len(module.validated) == 2 * 35 + times * STEPS * 24
+    assert sorted(module.validated[2 * 35 :]) == sorted(list(range(STEPS * 24)) * times)
 
 
 def test_lightning_at_another_epoch_than_the_stream_is_told(monkeypatch, shards, table, tmp_path, caplog) -> None:
