@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := $(VENV)/peers
+METRICS := $(VENV)/metrics
 OLDEST ?= .venv-oldest
 
 .PHONY: train test faults check docs oldest bench clean
@@ -12,7 +13,7 @@ OLDEST ?= .venv-oldest
 train: $(STAMP)
 	$(BIN)/python examples/ray_train/digits.py $(ARGS)
 
-test: $(STAMP)
+test: $(STAMP) $(METRICS)/.installed
 	$(BIN)/python -m pytest $(ARGS)
 
 # What kills processes, fails requests or damages tables on purpose. `make test` runs each of these once, too, but of the
@@ -50,6 +51,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed, this is " + sys.version if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint,examples,docs]'
+	@# Transformers has thousands of modules, of which few are imported: their byte code is made as needed.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[integrations]'
+	@touch $@
+
+# Beside the environment, not in it: only the test of exported metrics sees these packages.
+$(METRICS)/.installed: $(STAMP) tests/requirements-metrics.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade --target $(METRICS) \
+		-r tests/requirements-metrics.txt
 	@touch $@
 
 # Beside the environment, not in it: only the processes of the benchmarked peers see these packages.

@@ -37,6 +37,7 @@ __all__ = [
     "BatchIterator",
     "DatasetStats",
     "KeptByCluster",
+    "RayIterable",
     "RefBundle",
     "ShardBatchIterator",
     "as_iterable",
@@ -50,6 +51,10 @@ __all__ = [
     "unpinned",
     "where_is",
 ]
+
+
+# What Ray's own `iter_*` calls return, and its integrations look for; each `iter()` of it calls what it is made with.
+RayIterable = _IterableFromIterator
 
 
 def as_iterable(make_iterator: Callable[[], Iterator[Any]]) -> Any:

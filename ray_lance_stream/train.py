@@ -19,11 +19,13 @@ from ray_lance_stream.table import public_uri
 
 if TYPE_CHECKING:
     from ray_lance_stream.attempts import Attempt
+    from ray_lance_stream.integrations.tracked import TrackedBatches
     from ray_lance_stream.shard import StreamShard
 
 STATE_FILE = "ray_lance_stream.json"
 
 _shards: weakref.WeakValueDictionary[str, StreamShard] = weakref.WeakValueDictionary()  # the newest of each name
+_tracked: weakref.WeakValueDictionary[str, TrackedBatches] = weakref.WeakValueDictionary()  # by name of the stream
 _started_from: dict[int, ray.train.Checkpoint | None] = {}
 
 
@@ -32,6 +34,11 @@ def register(shard: StreamShard) -> bool:
     _shards[shard.name] = shard
     attempt_checkpoint()
     return attempt_key() is not None
+
+
+def track(batches: TrackedBatches) -> None:
+    """Let `report` save the position of what was trained of a shard, where a framework receives more than that."""
+    _tracked[batches.shard.name] = batches
 
 
 def attempt_checkpoint() -> ray.train.Checkpoint | None:
@@ -93,7 +100,12 @@ def report(metrics: dict[str, Any], checkpoint: ray.train.Checkpoint | None = No
 
 def live_states() -> dict[str, StreamState]:
     """The state of each shard of this process that can be resumed, by stream name."""
-    return {shard.name: shard.state() for shard in list(_shards.values()) if not shard.evaluation}
+    return {shard.name: _trained_state(shard) for shard in list(_shards.values()) if not shard.evaluation}
+
+
+def _trained_state(shard: StreamShard) -> StreamState:
+    batches = _tracked.get(shard.name)
+    return shard.state() if batches is None or batches.shard is not shard else batches.state()
 
 
 def write_states(checkpoint: ray.train.Checkpoint, states: Mapping[str, StreamState]) -> None:

@@ -30,11 +30,16 @@ def run(name: str, *arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
+def verdicts(output: str) -> list[tuple[str, ...]]:
+    """The lines of the comparison: epoch, workers, steps, rows, differing steps, verdict."""
+    return re.findall(r"^ +(\d) +([\w ]+?) +(\d+) +(\d+) +(\d+) +(\w+)$", output, re.MULTILINE)
+
+
 def test_digits_breaks_goes_on_and_finds_every_step_identical(tmp_path):
     output = run("digits.py", "--storage", str(tmp_path / "storage"), cwd=tmp_path)
-    verdicts = re.findall(r"^ +(\d) +([\w ]+?) +(\d+) +(\d+) +(\d+) +(\w+)$", output, re.MULTILINE)
-    assert [(epoch, workers) for epoch, workers, *_ in verdicts] == [("0", "4"), ("1", "4 then 2"), ("2", "2")]
-    assert all((differing, verdict) == ("0", "identical") for *_, differing, verdict in verdicts)
+    found = verdicts(output)
+    assert [(epoch, workers) for epoch, workers, *_ in found] == [("0", "4"), ("1", "4 then 2"), ("2", "2")]
+    assert all((differing, verdict) == ("0", "identical") for *_, differing, verdict in found)
     assert "planned failure" in output
     accuracy = [float(text) for text in re.findall(r"validation accuracy ([\d.]+)", output)]
     assert accuracy[-1] > 0.8
@@ -62,6 +67,31 @@ def test_plain_ddp_goes_on_with_other_ranks(tmp_path):
     assert "2 workers: steps 0 to 6" in output
     assert "1 workers: steps 7 to 19" in output
     assert "20 global steps: identical with the plan" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("with_lightning.py", "pytorch_lightning"), ("with_transformers.py", "transformers"), ("sharded.py", "torch")],
+)
+def test_a_framework_goes_on_with_another_number_of_workers(name, needs, tmp_path):
+    pytest.importorskip(needs, reason="the extra `integrations` is not installed")
+    output = run(name, cwd=tmp_path)
+    assert "stopped by the planned failure in epoch 1 after step 9" in output
+    assert verdicts(output) == [
+        ("0", "2", "18", "1728", "0", "identical"),
+        ("1", "2 then 1", "18", "1728", "0", "identical"),
+    ]
+
+
+def test_bytes_lm_learns_and_goes_on_after_a_failure(tmp_path):
+    output = run("bytes_lm.py", cwd=tmp_path)
+    assert [(epoch, workers, verdict) for epoch, workers, *_, verdict in verdicts(output)] == [
+        ("0", "2", "identical"),
+        ("1", "2", "identical"),
+    ]
+    assert re.search(r"^run 2, epoch 1", output, re.MULTILINE)
+    first, last = map(float, re.findall(r"loss: ([\d.]+) at first, ([\d.]+) at last", output)[0])
+    assert last < 0.6 * first
 
 
 LOCAL_MODE = """

@@ -1,25 +1,28 @@
-"""What both examples need: a log of the rows that each global step received, and its comparison with the plan."""
+"""What the examples need: a log of the rows that each global step received, and its comparison with the plan."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import sys
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 import ray.train
 import torch
-from ray.train import Checkpoint
+from ray.train import Checkpoint, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train.torch import TorchTrainer
 from torch import nn
 
 import ray_lance_stream
 from ray_lance_stream import LanceStream
 
+PLANNED = "planned failure"
 Step = tuple[int, int]  # (epoch, step in that epoch), both from 0
 Rows = dict[Step, list[int]]  # the row ids of each global step, sorted
 
@@ -71,12 +74,43 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, metrics: dict[str, 
 
 def start_ray(workers: int) -> None:
     """Starts Ray on this machine, with as many logical CPUs as the workers ask for: real cores may be fewer."""
-    # Ray forks only to execute another program at once, so nothing of LanceDB runs in the child.
+    # Ray forks only to execute another program at once, so nothing of Lance runs in the child.
     warnings.filterwarnings("ignore", message="lancedb fork support", category=RuntimeWarning)
+    warnings.filterwarnings("ignore", message="lance is not fork-safe", category=UserWarning)
     cpus = 2 * workers
     ray.init(
         address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING
     )
+
+
+def break_and_go_on(
+    train_loop: Callable[[dict[str, Any]], None],
+    stream: LanceStream,
+    storage: Path,
+    workers: tuple[int, int],
+    config: dict[str, Any],
+) -> None:
+    """Two runs of one name: the first stops at config["fail_at"], the second goes on with another number of workers."""
+    (storage / "rows").mkdir(parents=True)
+    for run, (count, fail_at) in enumerate(zip(workers, (config["fail_at"], None), strict=True), start=1):
+        print(f"run {run}: {count} workers ...", flush=True)
+        trainer = TorchTrainer(
+            train_loop,
+            train_loop_config={**config, "log_dir": str(storage / "rows"), "run": run, "fail_at": fail_at},
+            datasets={"train": cast(Any, stream)},
+            scaling_config=ScalingConfig(num_workers=count),
+            run_config=RunConfig(name="example", storage_path=str(storage / "runs")),
+        )
+        try:
+            trainer.fit()
+        except TrainingFailedError as error:
+            if fail_at is None or PLANNED not in str(error):
+                raise
+            print(f"  stopped by the {PLANNED} in epoch {fail_at[0]} after step {fail_at[1]}")
+        else:
+            print("  finished")
+            if fail_at is not None:
+                sys.exit(f"the {PLANNED} should have stopped it")
 
 
 def read_log(log_dir: Path) -> list[dict[str, Any]]:
@@ -128,3 +162,19 @@ def print_table(header: tuple[str, ...], lines: list[tuple[Any, ...]]) -> None:
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     for row in cells:
         print("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def compare(plan: Rows, log_dir: Path, epochs: int) -> bool:
+    """Prints one line per epoch; returns whether every global step holds the planned rows, each once."""
+    trained, workers = trained_rows(read_log(log_dir))
+    lines = []
+    for epoch in range(epochs):
+        steps = sorted(step for step in plan.keys() | trained.keys() if step[0] == epoch)
+        differing = sum(plan.get(step) != trained.get(step) for step in steps)
+        rows = sum(len(trained.get(step, [])) for step in steps)
+        counts = dict.fromkeys(workers[step] for step in steps if step in trained)
+        verdict = "identical" if steps and not differing else "DIFFERENT"
+        lines.append((epoch, " then ".join(map(str, counts)), len(steps), rows, differing, verdict))
+    print("\nrow ids of each global step, compared with an unbroken run on one worker:")
+    print_table(("epoch", "workers", "steps", "rows", "differing steps", "verdict"), lines)
+    return all(line[-1] == "identical" for line in lines)

@@ -42,7 +42,6 @@ from ray_lance_stream import lance_stream
 cloudpickle.register_pickle_by_value(_common)
 
 FRAGMENT_ROWS = (700, 13, 400, 1, 500, 183)  # uneven on purpose
-PLANNED = "planned failure"
 
 
 def train_loop(config: dict[str, Any]) -> None:
@@ -70,7 +69,7 @@ def train_loop(config: dict[str, Any]) -> None:
             if step + 1 == config["save_after_steps"]:
                 _common.save(model, optimizer, {"epoch": epoch})
             if (epoch, step) == config["fail_at"]:
-                raise RuntimeError(f"{PLANNED} in epoch {epoch} after step {step}")
+                raise RuntimeError(f"{_common.PLANNED} in epoch {epoch} after step {step}")
         mean_loss, accuracy = sum(losses) / max(len(losses), 1), evaluate(model, config["global_batch_size"])
         log.write("epoch", epoch=epoch, loss=mean_loss, accuracy=accuracy)
         _common.save(model, optimizer, {"epoch": epoch, "loss": mean_loss, "accuracy": accuracy})
@@ -137,12 +136,12 @@ def fit(table: Any, storage: Path, workers: int, config: dict[str, Any], args: a
     try:
         trainer.fit()
         if config["fail_at"]:
-            sys.exit(f"  finished, but the {PLANNED} should have stopped it")
+            sys.exit(f"  finished, but the {_common.PLANNED} should have stopped it")
         ending = "finished"
     except TrainingFailedError as error:
-        if PLANNED not in str(error):
+        if _common.PLANNED not in str(error):
             raise
-        ending = f"stopped by the {PLANNED} in epoch {config['fail_at'][0]} after step {config['fail_at'][1]}"
+        ending = f"stopped by the {_common.PLANNED} in epoch {config['fail_at'][0]} after step {config['fail_at'][1]}"
     of_run = [line for line in _common.read_log(Path(config["log_dir"])) if line["run"] == config["run"]]
     start = next(line for line in of_run if line["kind"] == "start")
     print(f"  started in epoch {start['epoch']} at step {start['step']}")
@@ -151,22 +150,6 @@ def fit(table: Any, storage: Path, workers: int, config: dict[str, Any], args: a
             print(f"  epoch {line['epoch']}: loss {line['loss']:.3f}, validation accuracy {line['accuracy']:.3f}")
     print(f"  {ending}")
     return start["epoch"], start["step"]
-
-
-def compare(plan: _common.Rows, log_dir: Path, epochs: int) -> bool:
-    """Prints one line per epoch; returns whether every global step holds the planned rows, each once."""
-    trained, workers = _common.trained_rows(_common.read_log(log_dir))
-    lines = []
-    for epoch in range(epochs):
-        steps = sorted(step for step in plan.keys() | trained.keys() if step[0] == epoch)
-        differing = sum(plan.get(step) != trained.get(step) for step in steps)
-        rows = sum(len(trained.get(step, [])) for step in steps)
-        counts = dict.fromkeys(workers[step] for step in steps if step in trained)
-        verdict = "identical" if steps and not differing else "DIFFERENT"
-        lines.append((epoch, " then ".join(map(str, counts)), len(steps), rows, differing, verdict))
-    print("\nrow ids of each global step, compared with an unbroken run on one worker:")
-    _common.print_table(("epoch", "workers", "steps", "rows", "differing steps", "verdict"), lines)
-    return all(line[-1] == "identical" for line in lines)
 
 
 def parse_args() -> argparse.Namespace:
@@ -209,7 +192,7 @@ def run(args: argparse.Namespace, storage: Path) -> bool:
     saved = (fail_at[0], half)
     if start != saved:
         print(f"\nrun 2 started at (epoch, step) {start}, but the checkpoint was saved at {saved}")
-    return compare(plan, log_dir, args.epochs) and start == saved
+    return _common.compare(plan, log_dir, args.epochs) and start == saved
 
 
 def main() -> None:

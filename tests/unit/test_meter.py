@@ -113,6 +113,8 @@ def test_the_dashboard_shows_what_is_exported():
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     named = {name for query in queries for name in re.findall(r"ray_lance_stream_\w+", query)}
     assert named == EXPORTED
+    # A counter that appears as 1 has not increased, to Prometheus.
+    assert [query for query in queries if "increase(" in query] == []
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 

@@ -1,0 +1,137 @@
+"""TrackedBatches: for frameworks that fetch batches before they train on them."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ray_lance_stream import train
+from ray_lance_stream._ray_data import RayIterable
+from ray_lance_stream.epoch_pass import ENDED
+from ray_lance_stream.errors import ConfigError, IterationError
+from ray_lance_stream.shard import StreamShard
+from ray_lance_stream.state import StreamState
+from ray_lance_stream.stream import LanceStream
+
+MAX_UNTRAINED = 1000  # a framework holds a few, or as many as it accumulates gradients over
+
+
+class TrackedBatches(RayIterable):
+    """The torch batches of a shard, and the position behind the last one that is in the weights of the model.
+
+    A shard counts a batch when it is handed out, but a framework may hold it for a while: Lightning knows by the next batch
+    that one is not the last, and Hugging Face's Trainer takes all batches of a step at once. Here a batch counts when it was
+    trained, which the callback for the framework tells. Once this is made, `ray_lance_stream.report` saves that position.
+
+    Each `iter()` is one epoch, as with a shard. One of which no batch was trained is begun again: frameworks make iterators
+    that they throw away after a first batch.
+
+    Args:
+        shard: as `ray.train.get_dataset_shard` returns it.
+        kwargs: as `iter_torch_batches`.
+
+    Raises:
+        ConfigError: a stream for evaluation, which has no position.
+    """
+
+    def __init__(self, shard: StreamShard | LanceStream, **kwargs: Any) -> None:
+        self.shard: StreamShard = shard._local_shard() if isinstance(shard, LanceStream) else shard
+        if self.shard.evaluation:
+            raise ConfigError(
+                f"stream {self.shard.name!r} is for evaluation and never resumed, so there is nothing to track; pass "
+                "shard.iter_torch_batches(...) to the framework"
+            )
+        super().__init__(partial(iter, self.shard.iter_torch_batches(**kwargs)))
+        self._running: Any = None
+        self._handed: deque[StreamState] = deque()  # behind each batch that is not trained yet
+        self._behind: StreamState | None = None  # the last batch that is in the weights
+        self._start: tuple[StreamState, int] | None = None  # where the shard was before the pass, and which epoch it is
+        self._is_begun = False  # whether a batch of the pass was trained
+        train.track(self)
+
+    def __repr__(self) -> str:
+        return f"TrackedBatches({self.shard!r})"
+
+    # ---- told by a callback
+
+    def trained(self, *, stepped: bool = True) -> None:
+        """The first batch that was handed out and not trained yet went through the model.
+
+        Args:
+            stepped: whether it is in the weights now, and all before it; else its gradients wait for the optimizer.
+
+        Raises:
+            IterationError: no such batch.
+        """
+        if not self._handed:
+            raise IterationError(
+                "a batch was told to be trained, but all that were handed out are trained already; give the framework these "
+                "batches, and one callback"
+            )
+        behind = self._handed.popleft()
+        self._is_begun = True
+        if stepped:
+            self._behind = behind
+
+    def leave(self) -> None:
+        """The framework is done with this epoch, though batches may be left: the next one is the next epoch."""
+        if self._start is None:
+            return
+        _, epoch = self._start
+        state = self.state()
+        self._handed.clear()
+        self._is_begun = True
+        if state.epoch <= epoch:
+            self._behind = replace(state, epoch=epoch + 1, samples_consumed_per_split=0, partial=None)
+
+    # ---- position
+
+    def state(self) -> StreamState:
+        """`state_dict()` as an object."""
+        return self._behind or self.shard.state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the last batch that is in the weights, as `StreamShard.state_dict`."""
+        return self.state().to_dict()
+
+    def save_state(self, directory: str | os.PathLike[str]) -> None:
+        """As `StreamShard.save_state`, for use with plain `ray.train.report`."""
+        train.save_state_file(directory, self.shard.name, self.state())
+
+    # ---- one pass
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin()
+        running = self._running
+        for batch in running:
+            self._handed.append(self.shard.state())
+            if len(self._handed) > MAX_UNTRAINED:
+                raise IterationError(
+                    f"{MAX_UNTRAINED} batches were handed out and none was told to be trained, so no checkpoint would move on; "
+                    "give the framework the callback of ray_lance_stream.integrations with these batches"
+                )
+            yield batch
+        if running is not self._running:
+            raise IterationError(ENDED)
+
+    def _begin(self) -> None:
+        """Begin the next epoch, or the running one again where the framework has only looked at it."""
+        if self._running is not None:
+            self._running.close()
+        if self._start is not None and not self._is_begun and self._handed:
+            self._go_back(*self._start)
+        self._handed.clear()
+        self._is_begun = False
+        self._behind = self.state()
+        self._start = (self.shard.state(), self.shard.epoch)
+        self._running = super().__iter__()
+
+    def _go_back(self, state: StreamState, epoch: int) -> None:
+        if state.epoch == epoch:
+            self.shard.load_state_dict(state.to_dict())
+        else:  # the loop had left the epoch of that state
+            self.shard.set_epoch(epoch)

@@ -1,0 +1,70 @@
+"""Hugging Face's Trainer: a callback in place of `ray.train.huggingface.transformers.RayTrainReportCallback`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from typing import Any
+
+import torch.distributed as dist
+from ray.train import Checkpoint
+from transformers import TrainerCallback
+
+from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.integrations.tracked import TrackedBatches
+from ray_lance_stream.train import report
+
+CHECKPOINT_NAME = "checkpoint"
+
+__all__ = ["CHECKPOINT_NAME", "StreamReportCallback", "TrackedBatches"]
+
+
+class StreamReportCallback(TrainerCallback):
+    """Reports metrics, the Trainer's checkpoint and the position of the stream to Ray Train, whenever the Trainer saves.
+
+    A checkpoint holds what Ray's own callback saves, the folder checkpoint/, and beside it the position behind the last batch
+    that is in the weights: the Trainer takes all batches over which it accumulates gradients at once.
+
+    Args:
+        batches: what the Trainer is given as train_dataset.
+        report_options: arguments for `ray.train.report`, such as checkpoint_upload_mode.
+    """
+
+    def __init__(self, batches: TrackedBatches, **report_options: Any) -> None:
+        super().__init__()
+        self._batches = batches
+        self._report_options = report_options
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse what would lose rows.
+
+        Raises:
+            ConfigError: the Trainer would leave out the batches that it thinks come again after a resume.
+        """
+        if not args.ignore_data_skip:
+            raise ConfigError(
+                "TrainingArguments(ignore_data_skip=True) must be set: a stream goes on where its checkpoint was saved, and "
+                "the Trainer would leave out as many batches again"
+            )
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A batch whose gradients wait for the optimizer."""
+        self._batches.trained(stepped=False)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A batch with which the optimizer has stepped."""
+        self._batches.trained()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Report what the Trainer has just saved; one rank of each node brings its files."""
+        if dist.is_initialized():
+            dist.barrier()  # each rank writes its random state
+        checkpoint = None
+        if args.local_process_index == 0:
+            directory = tempfile.mkdtemp(prefix="transformers-")
+            saved = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+            shutil.copytree(saved, os.path.join(directory, CHECKPOINT_NAME))
+            checkpoint = Checkpoint.from_directory(directory)
+        metrics = {name: value for entry in state.log_history for name, value in entry.items()}
+        report(metrics, checkpoint=checkpoint, **{"delete_local_checkpoint_after_upload": True, **self._report_options})
