@@ -37,7 +37,6 @@ from ray_lance_stream.splits import SplitBlock
 DELAYS_S = (0.0, 0.03, 0.1)
 CLUMPS = (1, 16, 64, 256)
 TARGET_CLUMP = 64
-WARM_CHUNKS = 4  # in flight from the start
 TABLE = "tokens"
 
 
@@ -67,7 +66,7 @@ def _latency(context: Context, store: Store, path: str) -> Table:
             "requests per row",
             "bytes read per byte delivered",
         ],
-        note=f"{TABLE}, Arrow batches of one worker, from a server of files on this machine behind a proxy in Python that "
+        note=f"{TABLE}, Arrow chunks of one worker, from a server of files on this machine behind a proxy in Python that "
         "delays each request; both take CPU time of the same cores, about 1 ms a request. Requests and bytes are those of a "
         "chunk as a reader reads it.",
     )
@@ -92,14 +91,16 @@ def _latency(context: Context, store: Store, path: str) -> Table:
 
 
 def _rate_behind(store: Store, shard: StreamShard, context: Context, delay_s: float) -> float:
-    """Rows a second once the window is full, over a whole number of chunks."""
+    """Rows a second once chunks have their full size, over as many chunks as are in flight, or more."""
     store.delay(delay_s)
     chunks = endless(lambda: FORMATS["Arrow chunks"](shard))
-    for _ in range(WARM_CHUNKS):
-        next(chunks)
-    rows, begun_s = 0, time.perf_counter()
-    while (took_s := time.perf_counter() - begun_s) < 3 * context.window_s or not rows:
+    for chunk in chunks:
+        if context.quick or chunk.nbytes > 0.9 * shard._config.chunk_bytes:
+            break
+    count, rows, begun_s = 0, 0, time.perf_counter()
+    while (took_s := time.perf_counter() - begun_s) < 3 * context.window_s or count < shard._config.prefetch_chunks:
         rows += batch_rows(next(chunks))
+        count += 1
     del chunks  # which closes the window
     return rows / took_s
 

@@ -110,10 +110,10 @@ class TableFiles:
         with self._making_room():
             found = list(self._removable(wanted))
             total = sum(_size(path) for table in self._tables() for path in _files(table / "data"))
-            limit = self._spec.max_bytes
-            if limit is None:
-                disk = shutil.disk_usage(self.folder)
-                limit = total + disk.free - int(FREE_SHARE * disk.total)
+            disk = shutil.disk_usage(self.folder)
+            limit = total + disk.free - int(FREE_SHARE * disk.total)
+            if self._spec.max_bytes is not None:
+                limit = min(self._spec.max_bytes, total + disk.free)
             found.sort(key=lambda removable: removable[0], reverse=True)
             for number, file in enumerate(files):
                 while total + file.size > limit and found:

@@ -134,14 +134,18 @@ class Filling:
         self, files: TableFiles, stored: StoredFiles, wanted: Sequence[CachedFile], name: str, closed: threading.Event
     ) -> None:
         self._files = files
-        self._stored = stored
+        self.stored = stored
         self._wanted = wanted
         self._name = name
         self._closed = closed
         self._failures = 0
+        self._told = False
 
     def run(self, on_good: Callable[[CachedFile], None]) -> None:
-        """Check what is there, and download the rest, as far as there is room. Each file that is good is told.
+        """Check what is there, and download the rest, as far as there is room. May be tried again: there may be more then.
+
+        Args:
+            on_good: is told each file that is good.
 
         Raises:
             OSError: the disk cannot be written to.
@@ -163,16 +167,20 @@ class Filling:
                 finally:
                     self._files.give_up(batch[:count])
                 if count < len(batch):
-                    left = len(batch) - count + len(missing)
-                    logger.warning(
-                        "the cache in %s has no room for %d of %d data files of table %s: they are read from the object "
-                        "store",
-                        self._files.folder.parent,
-                        left,
-                        len(self._wanted),
-                        self._name,
-                    )
+                    self._tell_of_room(len(batch) - count + len(missing))
                     return
+
+    def _tell_of_room(self, left: int) -> None:
+        if self._told:
+            return
+        self._told = True
+        logger.warning(
+            "the cache in %s has no room for %d of %d data files of table %s: they are read from the object store",
+            self._files.folder.parent,
+            left,
+            len(self._wanted),
+            self._name,
+        )
 
     def _download(self, batch: list[CachedFile], on_good: Callable[[CachedFile], None], bar: _Bar) -> None:
         pool = ThreadPoolExecutor(PIECES_AT_A_TIME, thread_name_prefix="fill cache")
@@ -204,7 +212,7 @@ class Filling:
                 if self._closed.is_set():
                     return
                 size = min(PIECE_BYTES, file.size - start)
-                asked.append((file, pool.submit(self._stored.read, f"data/{file.name}", start, size)))
+                asked.append((file, pool.submit(self.stored.read, f"data/{file.name}", start, size)))
                 if len(asked) > PIECES_AT_A_TIME:
                     yield asked.popleft()
         yield from asked

@@ -30,7 +30,10 @@ from ray_lance_stream.take import restored
 logger = logging.getLogger(__name__)
 
 KEPT_TABLES = 2  # the version of the running epoch, and that of the next
+IDLE_S = 120.0  # after which a table gives its files up
+LOCAL_READS_AT_A_TIME = 2  # keep Lance's threads busy; more slow down the one that the loop waits for
 _LOOK_S = 1.0  # how often a reader looks what another one has downloaded, and tells what it has itself
+_RETRY_S = 60.0  # there may be room by then
 _EXIT_S = 5.0
 
 
@@ -66,6 +69,9 @@ class CachedTable:
         self._failed: np.ndarray | None = None  # bool [F]
         self._held: _Held | None = None
         self._lock = threading.Lock()  # of the two above
+        self._turns = threading.BoundedSemaphore(LOCAL_READS_AT_A_TIME)
+        self._told = False
+        self.used_s = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cache", daemon=True)
         self._thread.start()
@@ -79,7 +85,8 @@ class CachedTable:
         here = held.fragments[holders]
         if not here.any():
             return self._ref.take(rows, self._columns)
-        found, failure = attempt(lambda: held.table.take(rows[here], self._columns))
+        with self._turns:
+            found, failure = attempt(lambda: held.table.take(rows[here], self._columns))
         if found is None:
             self._lost(held, holders[here], failure)
             return self._ref.take(rows, self._columns)
@@ -122,10 +129,12 @@ class CachedTable:
 
     def _run(self) -> None:
         _, failure = attempt(self._keep)
-        if failure is not None and not self._closed.is_set():
-            self._tell(failure)
+        self._tell(failure)
 
-    def _tell(self, failure: BaseException) -> None:
+    def _tell(self, failure: BaseException | None) -> None:
+        if failure is None or self._told or self._closed.is_set():
+            return
+        self._told = True
         logger.warning(
             "the cache in %s cannot be used, or not further, so the object store is read: %s",
             self._files.folder.parent,
@@ -141,23 +150,24 @@ class CachedTable:
             return  # of which the driver has told
         self._files.prepare()
         view = self._files.view(dataset._ds.serialized_manifest())
+        filling = Filling(self._files, StoredFiles(self._ref), wanted, self._ref.identity, self._closed)
         with self._files.used(wanted, view):
             while not self._closed.is_set() and len(self._good) < len(wanted):
                 with self._files.filling() as is_filling:
-                    if is_filling:
-                        _, failure = attempt(lambda: self._fill(view, parts))
-                        if failure is not None:
-                            self._tell(failure)
+                    while is_filling and len(self._good) < len(wanted) and not self._closed.is_set():
+                        _, failure = attempt(lambda: self._fill(filling, view, parts))
+                        self._tell(failure)
                         self._look(view, parts)
                         if len(self._good) < len(wanted):
-                            self._closed.wait()  # nor need others of the node try, and warn of it too
+                            # The lock is kept: others of the node need not try, and warn of it too. Once the disk has
+                            # failed, trying again might fill what others write to.
+                            self._closed.wait(None if isinstance(failure, OSError) else _RETRY_S)
                 self._look(view, parts)
                 self._closed.wait(_LOOK_S if len(self._good) < len(wanted) else None)
 
-    def _fill(self, view: Path, parts: CachedParts) -> None:
-        stored = StoredFiles(self._ref)
+    def _fill(self, filling: Filling, view: Path, parts: CachedParts) -> None:
         if not view.exists():
-            make_view(view, self._ref.version, parts, stored)
+            make_view(view, self._ref.version, parts, filling.stored)
         shown_s = time.monotonic()
 
         def on_good(file: CachedFile) -> None:
@@ -167,7 +177,7 @@ class CachedTable:
                 self._show(view, parts)
                 shown_s = time.monotonic()
 
-        Filling(self._files, stored, parts.files, self._ref.identity, self._closed).run(on_good)
+        filling.run(on_good)
 
     def _look(self, view: Path, parts: CachedParts) -> None:
         """Take notice of the files that are there now."""
@@ -207,10 +217,15 @@ class _CachedTables:
         with self._lock:
             if key not in self._tables:
                 self._tables[key] = CachedTable(ref, columns, spec)
+            found = self._tables[key]
+            found.used_s = time.monotonic()
             self._tables.move_to_end(key)
-            while len(self._tables) > KEPT_TABLES:
+            while len(self._tables) > KEPT_TABLES or found.used_s - self._oldest().used_s > IDLE_S:
                 self._tables.popitem(last=False)[1].close()
-            return self._tables[key]
+            return found
+
+    def _oldest(self) -> CachedTable:
+        return next(iter(self._tables.values()))
 
     def close(self) -> None:
         """Let all go, and wait for the end of what they do: Lance must not run in a process that is taken down."""

@@ -466,16 +466,34 @@ def test_what_lies_in_the_folder_besides_is_let_alone(cached: Make, folder: Path
     assert mine.stat().st_size == 10_000
 
 
-def test_a_tenth_of_the_disk_stays_free_without_cache_bytes(
-    cached: Make, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("max_bytes", [None, 2**40])
+def test_the_disk_is_not_filled_up(
+    cached: Make, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None
 ) -> None:
+    """A tenth of it stays free, with cache_bytes nothing."""
+    room = size_of(folder, "t") // 2
+
     class Disk:
-        total, free = 10_000, 1_000 + size_of(folder, "t") // 2
+        total, free = 10_000, room + (1_000 if max_bytes is None else 0)
 
     monkeypatch.setattr(cache_files.shutil, "disk_usage", lambda path: Disk)
-    table = begun(cached())
+    table = begun(cached(max_bytes=max_bytes))
     wait(lambda: table.share > 0)
-    assert 0 < sum(path.stat().st_size for path in data_files(tmp_path)) <= size_of(folder, "t") // 2
+    assert 0 < sum(path.stat().st_size for path in data_files(tmp_path)) <= room
+
+
+def test_room_that_comes_free_is_taken(
+    cached: Make, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(data_cache, "_RETRY_S", 0.05)
+    room = size_of(folder, "t") + size_of(folder, "u") // 2
+    filled(cached("t", room))
+    table = begun(cached("u", room))
+    wait(lambda: 0 < table.share < 1)
+    monkeypatch.setattr(data_cache, "IDLE_S", 0.0)
+    assert begun(cached("u", room)) is table  # which lets go of the other one
+    wait(lambda: table.share == 1)
+    assert len(warnings(caplog)) == 1
 
 
 # Failures of the disk
