@@ -102,13 +102,13 @@ class TableFiles:
         path.unlink()
         return False
 
-    def reserve(self, files: Sequence[CachedFile], wanted: Collection[str]) -> int:
-        """Make room for files, of other tables and versions first, and say how many of them, from the first on, fit.
+    def reserve(self, files: Sequence[CachedFile]) -> int:
+        """Make room for files, and say how many of them, from the first on, fit.
 
-        Those are there in part then, at their full size. No file is removed that a process uses, or that is wanted.
+        Those are there in part then, at their full size. No file is removed that a process uses.
         """
         with self._making_room():
-            found = list(self._removable(wanted))
+            found = list(self._removable())
             total = sum(_size(path) for table in self._tables() for path in _files(table / "data"))
             disk = shutil.disk_usage(self.folder)
             limit = total + disk.free - int(FREE_SHARE * disk.total)
@@ -182,16 +182,14 @@ class TableFiles:
     def _tables(self) -> list[Path]:
         return [path for path in self._root.iterdir() if path.is_dir()]
 
-    def _removable(self, wanted: Collection[str]) -> Iterator[tuple[float, Path, Path]]:
+    def _removable(self) -> Iterator[tuple[float, Path, Path]]:
         """(last use, data file, its check) of the files that nobody uses; views that nobody uses go at once."""
         for table in self._tables():
             if table != self.folder:
                 with _filling(table):
                     pass
             views, names = _in_use(table / "users")
-            if table == self.folder:
-                names |= set(wanted)
-            elif not views:
+            if not views:
                 for view in (table / "versions").glob("*"):
                     shutil.rmtree(view, ignore_errors=True)
             for path in _files(table / "data"):

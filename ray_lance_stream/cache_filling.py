@@ -161,7 +161,7 @@ class Filling:
         with _Bar(f"caching {self._name}", sum(file.size for file in missing)) as bar:
             while missing and self._failures < _MAX_FAILURES and not self._closed.is_set():
                 batch = _next_batch(missing)
-                count = self._files.reserve(batch, [file.name for file in self._wanted])
+                count = self._files.reserve(batch)
                 try:
                     self._download(batch[:count], on_good, bar)
                 finally:

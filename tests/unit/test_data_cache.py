@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -406,6 +407,21 @@ def test_a_cache_of_another_table_in_the_same_place_is_not_read(folder: Path, ca
     assert taken(ref, np.arange(60))["id"].to_pylist() == list(range(60))
 
 
+def test_a_manifest_that_is_not_that_of_the_version_is_not_read(
+    folder: Path, cached: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(cached())
+    anew()
+    [manifest] = [path for path in files_in(tmp_path / "cache") if path.suffix == ".manifest"]
+    other = tmp_path / "other"
+    lance.dataset(make_table(other, ROWS)).delete("id in (6, 101)")
+    shutil.copy(other / "_versions" / manifest.name, manifest)
+    table = begun(cached())
+    wait(lambda: len(warnings(caplog)) == 1)
+    assert table.share == 0
+    assert taken(cached(), np.arange(LIVE)).equals(cached().take(np.arange(LIVE), COLUMNS))
+
+
 # Room
 
 
@@ -428,16 +444,31 @@ def test_the_files_not_used_for_longest_go_first(cached: Make, folder: Path, tmp
     for name in ("t", "u"):
         filled(cached(name))
         anew()
-    of_t = {path.name for path in folder.joinpath("t", "data").iterdir()}
+    names = {name: {path.name for path in folder.joinpath(name, "data").iterdir()} for name in ("t", "u")}
     for path in files_in(tmp_path / "cache"):
-        if path.parent.name == "checks" and path.name in of_t:
-            os.utime(path, (1, 1))
+        if path.parent.name == "checks":
+            os.utime(path, (1, 1 if path.name in names["t"] else 2))
+    filled(cached("t"))  # used again
+    anew()
     path = make_table(folder / f"third-{os.getpid()}", 30)
     size = size_of(folder, Path(path).name)
     filled(cached(Path(path).name, sum(size_of(folder, name) for name in ("t", "u")) + size // 2))
     left = {path.name for path in data_files(tmp_path)}
-    assert len(of_t & left) < len(of_t)
-    assert {path.name for path in folder.joinpath("u", "data").iterdir()} <= left
+    assert len(names["u"] & left) < len(names["u"])
+    assert names["t"] <= left
+
+
+def test_what_a_dead_process_has_left_of_another_table_takes_no_room(
+    cached: Make, folder: Path, tmp_path: Path
+) -> None:
+    filled(cached("t"))
+    anew()
+    left = data_files(tmp_path)[0].with_name("x.lance.part")
+    with left.open("wb") as file:
+        file.truncate(10 * size_of(folder, "t"))
+    filled(cached("u", size_of(folder, "t") + size_of(folder, "u")))
+    assert not left.exists()
+    assert len(data_files(tmp_path)) == FILES + 7
 
 
 def test_files_that_are_read_stay_and_what_has_no_room_is_read_from_the_store(
@@ -547,6 +578,7 @@ def test_no_credentials_are_written(cached: Make, tmp_path: Path) -> None:
     assert len(found) > 2 * FILES
     for secret in (SECRET_KEY, "t0ken-s3cret", "tables/t"):
         assert not [path for path in found if secret in str(path) or secret.encode() in path.read_bytes()]
+    assert all(re.fullmatch("[0-9a-f]{24}|room.lock", path.name) for path in (tmp_path / "cache").glob("*/*"))
     assert (tmp_path / "cache" / "ray_lance_stream").stat().st_mode & 0o077 == 0
 
 
@@ -611,6 +643,16 @@ def test_blobs_in_files_of_their_own_are_not_cached(
     assert "blobs that lie in files of their own are not cached" in text
     assert take_through_cache(ref, np.array([1, 0]), ["id", "x"])["x"].to_pylist() == [b"b" * 200_000, b"a"]
     assert len(cached_parts(ref.open(), ["id"]).files) == 1
+
+
+def test_what_a_clone_has_of_another_table_is_not_cached(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "clone"
+    source = lance.dataset(folder / "u")
+    source.shallow_clone(str(path), source.version)
+    lance.write_dataset(source.to_table(limit=7), str(path), mode="append")
+    parts = cached_parts(lance.dataset(path), COLUMNS)
+    assert [files is not None for files in parts.of_fragment] == [False] * 7 + [True]
+    assert len(parts.files) == 1
 
 
 def test_the_bar_begins_after_a_moment(cached: Make, monkeypatch: pytest.MonkeyPatch) -> None:
