@@ -31,13 +31,14 @@ from benchmarks.common import (
 from benchmarks.consumers import FORMATS, batch_rows, endless, global_batch_rows, shard_rate
 from benchmarks.data import table_uri
 from benchmarks.store import Store, served
-from ray_lance_stream import StreamShard, lance_stream
+from ray_lance_stream import LanceStream, StreamShard, lance_stream
 from ray_lance_stream.splits import SplitBlock
 
 DELAYS_S = (0.0, 0.03, 0.1)
 CLUMPS = (1, 16, 64, 256)
 TARGET_CLUMP = 64
 TABLE = "tokens"
+SETTLED_S = 0.3
 
 
 def run(context: Context) -> list[Table]:
@@ -47,7 +48,7 @@ def run(context: Context) -> list[Table]:
         return [_latency(context, store, path), _cache(context, store, path)]
 
 
-def _stream(uri: str, clump: int, **options: Any) -> Any:
+def _stream(uri: str, clump: int, **options: Any) -> LanceStream:
     size: dict[str, Any] = {} if clump == 1 else {"shuffle_clump_size": clump}
     return lance_stream(uri, num_splits=NUM_SPLITS, global_batch_size=global_batch_rows(TABLE), **size, **options)
 
@@ -67,18 +68,18 @@ def _latency(context: Context, store: Store, path: str) -> Table:
             "bytes read per byte delivered",
         ],
         note=f"{TABLE}, Arrow chunks of one worker, from a server of files on this machine behind a proxy in Python that "
-        "delays each request; both take CPU time of the same cores, about 1 ms a request. Requests and bytes are those of a "
-        "chunk as a reader reads it.",
+        "delays each request; both take CPU time of the same cores, about 1 ms a request. Requests and bytes are those of one "
+        "chunk as a reader reads it, measured apart from the rates.",
     )
     for clump in CLUMPS:
         say(f"object storage: runs of {clump}")
         stream = _stream(store.uri(path), clump, storage_options=store.options)
+        cost = _cost(store, stream)
         shard = stream.shard(0, 1)
         competitors: dict[str, Callable[[], float]] = {
             seconds(delay_s): partial(_rate_behind, store, shard, context, delay_s) for delay_s in DELAYS_S
         }
         samples = paired(competitors, context.repeats)
-        cost = _cost(store, shard)
         for name in competitors:
             gains = ratios(samples, name, seconds(0.0))
             table.rows.append([str(clump), name, shown(samples[name], per_s), spread(gains, factor), *cost])
@@ -92,6 +93,7 @@ def _latency(context: Context, store: Store, path: str) -> Table:
 
 def _rate_behind(store: Store, shard: StreamShard, context: Context, delay_s: float) -> float:
     """Rows a second once chunks have their full size, over as many chunks as are in flight, or more."""
+    _settle(store)
     store.delay(delay_s)
     chunks = endless(lambda: FORMATS["Arrow chunks"](shard))
     for chunk in chunks:
@@ -105,17 +107,23 @@ def _rate_behind(store: Store, shard: StreamShard, context: Context, delay_s: fl
     return rows / took_s
 
 
-def _cost(store: Store, shard: StreamShard) -> list[str]:
+def _cost(store: Store, stream: LanceStream) -> list[str]:
     """Requests and bytes of one chunk of the size that chunks grow to."""
-    plan = shard._plan_of_next()
+    plan = stream._plan
     table, pure = plan.table, plan.resolve()
-    cycles = max(1, shard._config.chunk_bytes // (plan.row_bytes * NUM_SPLITS))
+    cycles = max(1, stream._config.chunk_bytes // (plan.row_bytes * NUM_SPLITS))
     rows = pure.rows(0, SplitBlock(0, NUM_SPLITS), 0, min(cycles, pure.grid.num_cycles))
     table.take(np.sort(rows)[:1], list(plan.columns))  # opened, and its metadata at hand
-    store.delay(0.0)
+    _settle(store)
     delivered = table.take(rows, list(plan.columns)).nbytes
     requests, read = store.delay(0.0)
     return [f"{requests / len(rows):.3f}", f"{read / delivered:.2f}"]
+
+
+def _settle(store: Store) -> None:
+    """Wait until the reads are over that the window of the sample before had sent."""
+    while store.delay(0.0)[0]:
+        time.sleep(SETTLED_S)
 
 
 # The disk cache
