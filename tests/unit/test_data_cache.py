@@ -22,13 +22,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ray_lance_stream import cache_files, cache_filling, data_cache
+from ray_lance_stream import cache_files, cache_filling, data_cache, lance_stream
 from ray_lance_stream.cache_files import TableFiles
 from ray_lance_stream.cache_parts import CachedFile, cached_parts, manifest_names
 from ray_lance_stream.cache_spec import CacheSpec, cache_spec
+from ray_lance_stream.cursor import ChunkSpan
 from ray_lance_stream.data_cache import CachedTable, cached_tables, take_through_cache
 from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.reader import ReadRequest, read_chunk
 from ray_lance_stream.source import table_ref, with_cache
+from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.table import TableRef, open_tables
 from tests.faults.file_server import FileServer
 from tests.faults.object_store import SECRET_KEY, storage_options
@@ -617,6 +620,25 @@ def test_the_cache_travels_and_is_no_part_of_the_table(cached: Make) -> None:
     assert ref.at(1).cache == ref.cache
     assert ref == table_ref("s3://tables/t", ref.storage_options)
     assert "cache" not in repr(ref)
+
+
+def test_the_readers_of_a_stream_read_through_the_cache(proxy: FaultProxy, tmp_path: Path) -> None:
+    stream = lance_stream(
+        "s3://tables/t",
+        num_splits=4,
+        storage_options=storage_options(proxy.port),
+        cache_dir=tmp_path,
+        cache_bytes=2**20,
+    )
+    plan = stream._plan
+    assert plan.table.cache == CacheSpec(str(tmp_path), 2**20)
+    request = ReadRequest(plan, 0, SplitBlock(0, 4), ChunkSpan(0, 10, 0, 40, 40))
+    wanted, _ = read_chunk(request, plan.resolve())
+    wait(lambda: all(table.share == 1 for table in cached_tables._tables.values()))
+    proxy.requests.clear()
+    found, _ = read_chunk(request, plan.resolve())
+    assert found.equals(wanted)
+    assert proxy.data_requests == 0
 
 
 def test_a_cache_that_is_too_small_is_told(cached: Make, caplog: pytest.LogCaptureFixture, folder: Path) -> None:
