@@ -26,6 +26,7 @@ BENCHMARKS = {
     "stall": 120.0,
     "memory": 180.0,
     "transforms": 180.0,
+    "object_storage": 400.0,
 }
 WITHOUT_RAY = ("planning", "fragments")
 FORGIVEN_EXIT_S = 60.0

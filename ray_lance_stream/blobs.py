@@ -32,6 +32,12 @@ def blob_fields(schema: pa.Schema, columns: list[str]) -> dict[str, pa.Field]:
     return found
 
 
+def has_blob_files(schema: pa.Schema, columns: Sequence[str]) -> bool:
+    """Whether one of the columns has blobs that may lie in files of their own, beside the data files."""
+    fields = [_field(schema, column.partition(".")[0]) for column in columns]
+    return any(field is not None and _has_extension(field) for field in fields)
+
+
 def unreadable_blobs(schema: pa.Schema, columns: Sequence[str]) -> list[str]:
     """Those of the columns that have blobs inside of lists or maps: Lance reads no bytes from there."""
     fields = [(column, _field(schema, column)) for column in columns]
@@ -96,6 +102,12 @@ def _is_blob(field: pa.Field) -> bool:
 
 def _has_blob(field: pa.Field) -> bool:
     return _is_blob(field) or (pa.types.is_struct(field.type) and any(_has_blob(child) for child in field.type))
+
+
+def _has_extension(field: pa.Field) -> bool:
+    if getattr(field.type, "extension_name", "") == _EXTENSION:
+        return True
+    return pa.types.is_struct(field.type) and any(_has_extension(child) for child in field.type)
 
 
 def _has_nested_blob(field: pa.Field, *, is_inside: bool) -> bool:

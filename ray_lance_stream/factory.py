@@ -11,6 +11,7 @@ from typing import Any, Literal
 import ray.train
 
 from ray_lance_stream import train
+from ray_lance_stream.cache_spec import cache_spec
 from ray_lance_stream.config import (
     DEFAULT_PREFETCH_BYTES,
     DEFAULT_READ_TIMEOUT_S,
@@ -26,7 +27,7 @@ from ray_lance_stream.permutation import with_permutation
 from ray_lance_stream.planner import PlanBook, plan_table
 from ray_lance_stream.recorded import recorded_plan
 from ray_lance_stream.remote import check_remote_order
-from ray_lance_stream.source import resolve_columns, table_ref, validate_filter
+from ray_lance_stream.source import resolve_columns, table_ref, validate_filter, with_cache
 from ray_lance_stream.state import StreamState, remedy_for
 from ray_lance_stream.storage_options import StorageOptions
 from ray_lance_stream.stream import LanceStream
@@ -61,6 +62,8 @@ def lance_stream(
     on_new_version: Literal["stay", "next_epoch"] = "stay",
     allow_moved: bool = False,
     storage_options: StorageOptions = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
 ) -> LanceStream:
     """Stream a Lance or LanceDB table into Ray Train with the same global steps on any number of workers.
 
@@ -104,6 +107,9 @@ def lance_stream(
             schema, row count and fragments must agree.
         storage_options: for the object store, or a picklable function that returns them, which is called again before they
             expire (docs/object-storage.md); never shown and never saved.
+        cache_dir: absolute path of a folder in which each node keeps data files of a table in an object store, for later
+            epochs and runs. None: no cache. A table in the file system is read in place.
+        cache_bytes: of all data files in cache_dir; None: as many as leave a tenth of the disk free.
 
     Raises:
         ConfigError: an argument cannot be served.
@@ -132,6 +138,7 @@ def lance_stream(
         allow_moved=allow_moved,
         resume_states={} if resume_from is None or is_lancedb_state(resume_from) else train.resume_states(resume_from),
     )
+    cache = cache_spec(cache_dir, cache_bytes)
     ref = table_ref(table, storage_options)
     check_remote_order(ref, order, permutation)
     plan = ReadPlan(
@@ -148,6 +155,8 @@ def lance_stream(
     if permutation is not None:
         plan = with_permutation(plan, permutation, config.takes_up_versions)
     plan = replace(plan, columns=tuple(resolve_columns(plan.table, columns)))
+    if cache is not None:
+        plan = replace(plan, table=with_cache(plan.table, cache, list(plan.columns)))
     check_lancedb_order(plan, epoch)
     plan = _planned(plan, config)
     if is_lancedb_state(resume_from):

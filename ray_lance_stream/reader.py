@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_lance_stream.allocator import keep_freed_memory
 from ray_lance_stream.config import ReadPlan
 from ray_lance_stream.cursor import ChunkSpan
+from ray_lance_stream.data_cache import take_through_cache
 from ray_lance_stream.doing import LOOKING_UP, READING, TRANSFORMING, Desk, Doing, Step
 from ray_lance_stream.errors import ReadError, StreamError
 from ray_lance_stream.failures import attempt
@@ -80,7 +81,7 @@ class ReadRequest:
 
     def take(self, rows: np.ndarray) -> pa.Table:
         """Rows of the table by their offsets."""
-        return self.plan.table.take(rows, list(self.plan.columns))
+        return take_through_cache(self.plan.table, rows, list(self.plan.columns))
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from ray_lance_stream.cache_spec import CacheSpec, tell_of_cache
 from ray_lance_stream.errors import ConfigError, ReadError, TableError
 from ray_lance_stream.failures import attempt, guarded, secrets_of
 from ray_lance_stream.remote import RemoteTableRef, remote_ref
 from ray_lance_stream.selection import check_columns, check_filter, scan_offsets
 from ray_lance_stream.storage_options import StorageOptions, check_options, current_options
 from ray_lance_stream.table import TableRef, open_newest, public_uri
+
+logger = logging.getLogger(__name__)
 
 _SAMPLED_ROWS = 16
 _ACCEPTED = "pass a LanceDB table, a lance.LanceDataset, or the path or URI of a Lance dataset"
@@ -138,6 +143,23 @@ def _ref_from_lancedb(table: Any, storage_options: StorageOptions) -> TableRef:
     ref = TableRef(uri, version, storage_options)
     ref.open(fresh=True)  # a dropped table still answers from memory
     return ref
+
+
+def with_cache(ref: TableRef, spec: CacheSpec, columns: list[str]) -> TableRef:
+    """The table, read through a disk cache; as it is where it lies in the file system.
+
+    Raises:
+        ConfigError: its data files cannot be reached.
+    """
+    if isinstance(ref, RemoteTableRef):
+        raise ConfigError(
+            f"cache_dir needs a table whose files Lance reads, got the remote table {ref.identity}; leave cache_dir out"
+        )
+    if ref.is_local:
+        logger.info("table %s is read in place: cache_dir is for object stores", ref.identity)
+        return ref
+    tell_of_cache(spec, ref.open(), columns, f"table {ref.identity}")
+    return replace(ref, cache=spec)
 
 
 def resolve_columns(ref: TableRef, columns: Sequence[str] | None) -> list[str]:

@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 
+from ray_lance_stream.cache_spec import CacheSpec
 from ray_lance_stream.content import TableContent, content_of
 from ray_lance_stream.errors import ConfigError, ReadError, TableError, VersionNotFoundError
 from ray_lance_stream.failures import attempt, chained, guarded, is_cut_listing, is_refusal, redact, secrets_of
@@ -69,11 +70,13 @@ class TableRef:
         version: the version that every read sees.
         storage_options: for Lance's object store, or a callable that returns them, called each time the table is
             really opened. Options with `expires_at_millis` are renewed before that time.
+        cache: where a node keeps data files, for reads through it (data_cache.py).
     """
 
     uri: str
     version: int
     storage_options: StorageOptions = field(default=None, repr=False, compare=False)
+    cache: CacheSpec | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.uri, str) or not self.uri:

@@ -175,7 +175,11 @@ def _take_sorted(
 
 def arranged(table: pa.Table, restore: np.ndarray | None, columns: list[str]) -> pa.Table:
     """The rows back in the order asked for, in one piece per column, and the columns as named."""
-    table = decoded(_named(table, columns))
+    return restored(decoded(_named(table, columns)), restore)
+
+
+def restored(table: pa.Table, restore: np.ndarray | None) -> pa.Table:
+    """The rows back in the order asked for, int64 [n] or None where they are in order, in one piece per column."""
     if restore is not None:
         _refuse_overflow(table)
         table = table.take(pa.array(restore))

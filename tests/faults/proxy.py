@@ -55,14 +55,18 @@ class FaultProxy:
         upstream_port: where the stand-in listens.
         allowed: whether the credentials of a request are good; others are answered with 403.
         fault: what becomes of a request with good credentials.
+        delay_s: how long each request waits before it is served.
         requests: all of them, with what became of each.
+        answered_bytes: of the answers that were let pass, with their heads.
     """
 
     upstream_port: int
     allowed: Callable[[Request], bool] = lambda request: True
     fault: Callable[[Request], Fault] = lambda request: PASS
+    delay_s: float = 0.0
     requests: list[tuple[Request, Fault]] = field(default_factory=list)
     port: int = 0
+    answered_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -112,6 +116,7 @@ class FaultProxy:
     def reset(self) -> None:
         """Let all pass, and forget what was."""
         self.allowed, self.fault = (lambda request: True), (lambda request: PASS)
+        self.delay_s, self.answered_bytes = 0.0, 0
         self.requests.clear()
 
     def count(self, fault: Fault) -> int:
@@ -133,10 +138,13 @@ class FaultProxy:
             request = _parsed(head)
             what = self.fault(request) if self.allowed(request) else 403
             self.requests.append((request, what))
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
             if isinstance(what, int):
                 writer.write(_error(what, request.token))
             elif what != HANG_UP:
                 answer = await self._forwarded(head, body)
+                self.answered_bytes += len(answer)
                 start = answer.index(b"\r\n\r\n") + 4
                 writer.write(answer if what == PASS else answer[: (start + len(answer)) // 2])
             await writer.drain()

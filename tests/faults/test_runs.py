@@ -177,6 +177,26 @@ def test_a_run_that_is_locked_out_ends_at_once(
     assert files_with(SECRET, session_folder()) == []
 
 
+def test_later_epochs_of_a_cached_stream_ask_the_store_for_nothing(
+    shards: Shards, store: ObjectStore, uri: str, tmp_path
+):
+    """Read by two readers, each in a process of its own, that share the cache; the rows are those without it."""
+    plain = shards.of(shards.stream(uri, storage_options=store.options()))
+    wanted = [flat(plain.iter_batches()) for _ in range(3)]
+    cached = {"storage_options": store.options(), "cache_dir": tmp_path, "readers_per_worker": 2}
+    shard = shards.of(shards.stream(uri, **cached))
+    assert flat(shard.iter_batches()) == wanted[0]
+    until_s = time.monotonic() + 20
+    while time.monotonic() < until_s:
+        store.proxy.requests.clear()
+        shard.set_epoch(1)
+        assert flat(shard.iter_batches()) == wanted[1]
+        if not store.proxy.data_requests:
+            break
+    store.proxy.fault = lambda request: 503
+    assert flat(shard.iter_batches()) == wanted[2]
+
+
 def test_a_remote_table_is_streamed_as_the_table_itself(shards: Shards, tmp_path):
     """By readers in other processes, with a filter, and on from a state."""
     path = make_table(tmp_path / "t.lance", ROWS)

@@ -69,6 +69,8 @@ SIGNATURE = [
     "on_new_version='stay'",
     "allow_moved=False",
     "storage_options=None",
+    "cache_dir=None",
+    "cache_bytes=None",
 ]
 
 

@@ -29,6 +29,7 @@ INTERNAL = (
     "keys must be",
     "order, grid and matched rows must have",
     "row offsets must be",
+    "the version that is cached in",
     "this path leads to another table",
     "uri must be",
     "version must be",
