@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_lance_stream.attempts import Attempt, AttemptBook, PassStart, RankProgress, Turn
 from ray_lance_stream.config import ReadPlan, RowList, Shared
@@ -197,13 +196,11 @@ def _start_stage_worker(stage: Stage) -> Worker:
 
 
 def start_coordinator(label: str, table: TableRef) -> ray.actor.ActorHandle:
-    """A coordinator owned by this process, and on its node, where it can be: with that it would end anyway. Ray puts actors
-    that take no CPU on any node, and one that is taken away would take the readers of all nodes along."""
+    """A coordinator owned by this process."""
     remote: Any = ray.remote
     actor = remote(concurrency_groups={"plans": PLANS_AT_A_TIME})(StreamCoordinator)
     return actor.options(
         num_cpus=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
         max_concurrency=CALLS_AT_A_TIME,
         max_restarts=MAX_RESTARTS,
         max_task_retries=CALL_RETRIES,
