@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "ray_train"
 
-pytestmark = [pytest.mark.timeout(290), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(290), pytest.mark.slow, pytest.mark.usefixtures("no_cluster")]
 
 
 def run(name: str, *arguments: str, cwd: Path) -> str:

@@ -47,8 +47,9 @@ SYSTEM_CONFIG = {
     # The end of a node is noticed within seconds.
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,  # by default 10 s, five times: a killed node may be taken as alive for a minute
 }
-LONG_S = 120.0
+LONG_S = 180.0
 
 
 class Killer:

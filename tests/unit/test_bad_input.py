@@ -549,9 +549,9 @@ def test_a_directory_that_does_not_exist(path: str, tmp_path: Path) -> None:
     [
         ({"format": 3}, ("of format 1 to 2", "format=3", "load it with the release that wrote it")),
         ({"samples_consumed_per_split": 11}, ("at most the 10 cycles", "got 11")),
-        ({"samples_consumed_per_split": -1}, ("must be an int >= 0", "got -1")),
-        ({"epoch": "3"}, ("'epoch'", "must be an int >= 0", "got '3'")),
-        ({"num_splits": 0}, ("'num_splits'", "must be an int >= 1", "got 0")),
+        ({"samples_consumed_per_split": -1}, ("must be an int in [0, 2**63)", "got -1")),
+        ({"epoch": "3"}, ("'epoch'", "must be an int in [0, 2**63)", "got '3'")),
+        ({"num_splits": 0}, ("'num_splits'", "must be an int in [1, 2**63)", "got 0")),
         ({"workers": 4}, ("unknown ['workers']",)),
         ({"filter": ...}, ("missing ['filter']",)),
     ],
