@@ -220,6 +220,7 @@ class Cursor:
     """
 
     def __init__(self, position: Position, source: Any = None) -> None:
+        self.moves = 0  # passes that began and places that were set: tells who looks again whether another did so
         self._place = _Place(_Pass.OPEN, position, source)
 
     @property
@@ -254,6 +255,7 @@ class Cursor:
 
     def begin(self, walk: EpochWalk, source: Any = None) -> None:
         """Start a pass over rows of `source`; `walk` starts at `next_start`."""
+        self.moves += 1
         self._place = _Place(_Pass.LIVE, walk.start, self._place.received_source, walk, walk_source=source)
 
     def received(self, rows: int) -> None:
@@ -273,6 +275,7 @@ class Cursor:
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is epoch `epoch`; keeps an open position inside that epoch."""
+        self.moves += 1
         place = self._place
         if place.phase is _Pass.OPEN and place.position.epoch == epoch:
             return
@@ -285,6 +288,7 @@ class Cursor:
             IterationError: a pass is running.
         """
         self.check_not_live()
+        self.moves += 1
         self._place = _Place(_Pass.OPEN, position, source)
 
     def check_not_live(self) -> None:

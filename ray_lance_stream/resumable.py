@@ -91,6 +91,11 @@ class Resumable:
         """
         self._position.load(self._position.read(state))
 
+    @property
+    def _moves(self) -> int:
+        """How often a pass began or a place was set, also the same one again."""
+        return self._restore().moves
+
     def _restore(self) -> Cursor:
         """The cursor; on first use set to where this shard starts."""
         train.check_worker_group(self._attempt, self.world_rank)

@@ -28,7 +28,12 @@ class TrackedBatches(RayIterable):
     trained, which the callback for the framework tells. Once this is made, `ray_lance_stream.report` saves that position.
 
     Each `iter()` is one epoch, as with a shard. One of which no batch was trained is begun again: frameworks make iterators
-    that they throw away after a first batch.
+    that they throw away after a first batch. `shard.set_epoch` and `shard.load_state_dict` say otherwise, as ever.
+
+    Attributes:
+        shard: of this process.
+        withheld: whether an `iter()` gives no batch and leaves the position alone, as a callback wants it for a training that
+            is over already.
 
     Args:
         shard: as `ray.train.get_dataset_shard` returns it.
@@ -46,11 +51,15 @@ class TrackedBatches(RayIterable):
                 "shard.iter_torch_batches(...) to the framework"
             )
         super().__init__(partial(iter, self.shard.iter_torch_batches(**kwargs)))
+        self.withheld = False
         self._running: Any = None
         self._handed: deque[StreamState] = deque()  # behind each batch that is not trained yet
         self._behind: StreamState | None = None  # the last batch that is in the weights
         self._start: tuple[StreamState, int] | None = None  # where the shard was before the pass, and which epoch it is
-        self._is_begun = False  # whether a batch of the pass was trained
+        self._is_begun = False  # whether a batch of the pass was trained, or it is over without any
+        self._moves: int | None = (
+            None  # of the shard, as the pass has left it; None: the pass waits for its first batch
+        )
         train.track(self)
 
     def __repr__(self) -> str:
@@ -78,11 +87,12 @@ class TrackedBatches(RayIterable):
             self._behind = behind
 
     def leave(self) -> None:
-        """The framework is done with this epoch, though batches may be left: the next one is the next epoch."""
-        if self._start is None:
+        """The framework is done with this epoch, though batches may be left: its pass ends, the next one is the next epoch."""
+        if self._start is None or self._is_moved:
             return
         _, epoch = self._start
         state = self.state()
+        self._end()
         self._handed.clear()
         self._is_begun = True
         if state.epoch <= epoch:
@@ -92,7 +102,7 @@ class TrackedBatches(RayIterable):
 
     def state(self) -> StreamState:
         """`state_dict()` as an object."""
-        return self._behind or self.shard.state()
+        return self.shard.state() if self._behind is None or self._is_moved else self._behind
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last batch that is in the weights, as `StreamShard.state_dict`."""
@@ -105,30 +115,57 @@ class TrackedBatches(RayIterable):
     # ---- one pass
 
     def __iter__(self) -> Iterator[Any]:
-        self._begin()
-        running = self._running
-        for batch in running:
-            self._handed.append(self.shard.state())
-            if len(self._handed) > MAX_UNTRAINED:
-                raise IterationError(
-                    f"{MAX_UNTRAINED} batches were handed out and none was told to be trained, so no checkpoint would move on; "
-                    "give the framework the callback of ray_lance_stream.integrations with these batches"
-                )
-            yield batch
-        if running is not self._running:
-            raise IterationError(ENDED)
+        if self.withheld:
+            return
+        running = self._begin()
+        try:
+            for batch in running:
+                self._moves = self.shard._moves
+                self._handed.append(self.shard.state())
+                self._check_is_told()
+                yield batch
+            if running is not self._running:
+                raise IterationError(ENDED)
+            if not self._handed:
+                self._is_begun = True  # also without a batch: begun again, it would have none again
+        finally:
+            if running is self._running:
+                self._end()
 
-    def _begin(self) -> None:
-        """Begin the next epoch, or the running one again where the framework has only looked at it."""
-        if self._running is not None:
-            self._running.close()
-        if self._start is not None and not self._is_begun and self._handed:
+    def _check_is_told(self) -> None:
+        if len(self._handed) > MAX_UNTRAINED:
+            raise IterationError(
+                f"{MAX_UNTRAINED} batches were handed out and none was told to be trained, so no checkpoint would move on; "
+                "give the framework the callback of ray_lance_stream.integrations with these batches"
+            )
+
+    def _begin(self) -> Any:
+        """Begin the next epoch, or the one before again where the framework has only looked at it."""
+        self._end()
+        behind = self.state()
+        if self._start is not None and not self._is_begun and not self._is_moved:
             self._go_back(*self._start)
         self._handed.clear()
         self._is_begun = False
-        self._behind = self.state()
+        self._behind = behind
         self._start = (self.shard.state(), self.shard.epoch)
+        self._moves = self.shard._moves
         self._running = super().__iter__()
+        self._moves = None
+        return self._running
+
+    def _end(self) -> None:
+        """End the running pass, so that nothing is read or held for a loop that has gone."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+            if self._moves is None:  # it has failed before its first batch
+                self._moves = self.shard._moves
+
+    @property
+    def _is_moved(self) -> bool:
+        """Whether the shard was set to another place since the pass, or has run one of its own."""
+        return self._moves is not None and self._moves != self.shard._moves
 
     def _go_back(self, state: StreamState, epoch: int) -> None:
         if state.epoch == epoch:

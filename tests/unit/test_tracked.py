@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_lance_stream import ConfigError, IterationError, StateError, train
+from ray_lance_stream import ConfigError, IterationError, ReadError, StateError, train
 from ray_lance_stream.cursor import Cursor, EpochWalk, Position
+from ray_lance_stream.epoch_pass import ENDED
 from ray_lance_stream.integrations import TrackedBatches
 from ray_lance_stream.integrations.tracked import MAX_UNTRAINED
 from ray_lance_stream.splits import SplitBlock, SplitGrid
@@ -31,7 +32,8 @@ class Shard:
         self._grid = SplitGrid(batches * batch_size, 2)
         self._batch_size = batch_size
         self._cursor = Cursor(Position(0))
-        self._running: Any = None
+        self._running: object = None  # the pass
+        self.failures = 0  # so many passes fail before their first batch
         if state is not None:
             self.load_state_dict(state)
 
@@ -49,8 +51,21 @@ class Shard:
         rows = saved.partial.rows if saved.partial else 0
         self._cursor.load(Position(saved.epoch, saved.samples_consumed_per_split, rows))
 
+    @property
+    def _moves(self) -> int:
+        return self._cursor.moves
+
+    @property
+    def is_live(self) -> bool:
+        return self._running is not None
+
     def set_epoch(self, epoch: int) -> None:
+        self.close()
         self._cursor.set_epoch(epoch)
+
+    def close(self) -> None:
+        self._running = None
+        self._cursor.leave()
 
     def iter_torch_batches(self) -> Any:
         shard = self
@@ -62,18 +77,26 @@ class Shard:
         return Batches()
 
     def _pass(self) -> Iterator[tuple[int, int]]:
+        self.close()
+        this = self._running = object()
         walk = EpochWalk(self._grid, SplitBlock(0, 2), self._cursor.next_start)
         self._cursor.begin(walk)
         left = walk.num_rows
         try:
+            self.failures -= 1
+            if self.failures >= 0:
+                raise ReadError("a read failed")
             while left:
+                if self._running is not this:
+                    raise IterationError(ENDED)
                 size = min(self._batch_size, left)
                 number = (self._grid.num_rows - left) // self._batch_size
                 left -= size
                 self._cursor.received(size)
                 yield walk.start.epoch, number
         finally:
-            self._cursor.leave()
+            if self._running is this:
+                self.close()
 
 
 def tracked(batches: int, **kwargs: Any) -> TrackedBatches:
@@ -150,6 +173,183 @@ def test_leaving_an_epoch_that_is_whole_changes_nothing() -> None:
     batches.leave()
     assert place(batches) == (1, 0)
     assert next(iter(batches)) == (1, 0)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("seen", [1, 3])
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_an_epoch_that_was_set_after_a_look_is_the_next_one(is_kept, seen, epoch) -> None:
+    """Also where the look has brought the shard there already: all of epoch 0, and then epoch 1."""
+    batches = tracked(3)
+    running = iter(batches)
+    for _ in range(seen):
+        next(running)
+    if not is_kept:
+        del running
+    batches.shard.set_epoch(epoch)
+    assert place(batches) == (epoch, 0)
+    assert list(batches) == [(epoch, 0), (epoch, 1), (epoch, 2)]
+
+
+@pytest.mark.parametrize("rows", [(3, 0), (0, 1), (1, 0)])
+@pytest.mark.parametrize("seen", [1, 3])
+def test_a_state_that_was_loaded_after_a_look_is_where_it_goes_on(seen, rows) -> None:
+    """(0, 1) is where the shard is after a look at one batch, (1, 0) after one at three."""
+    batches = tracked(3)
+    running = iter(batches)
+    for _ in range(seen):
+        next(running)
+    del running
+    batches.shard.load_state_dict(replace(STATE, epoch=rows[0], samples_consumed_per_split=rows[1]).to_dict())
+    assert place(batches) == rows
+    assert next(iter(batches)) == rows
+
+
+def test_after_a_rollback_the_state_is_the_loaded_one(monkeypatch) -> None:
+    """Until the first batch behind it was trained, and whatever the loop before tells yet."""
+    batches = tracked(3)
+    monkeypatch.setattr(train, "_shards", {"train": batches.shard})
+    for _ in batches:
+        batches.trained()
+    assert place(batches) == (1, 0)
+    running = iter(batches)
+    next(running), next(running)
+    del running
+    batches.shard.load_state_dict(replace(STATE, epoch=3, samples_consumed_per_split=1).to_dict())
+    batches.trained()
+    batches.leave()
+    assert train.live_states()["train"] == batches.state() == batches.shard.state()
+    assert place(batches) == (3, 1)
+    assert next(iter(batches)) == (3, 1)  # a look, which changes nothing
+    assert place(batches) == (3, 1)
+    running = iter(batches)
+    assert next(running) == (3, 1)
+    assert place(batches) == (3, 1)
+    batches.trained()
+    assert place(batches) == (3, 2)
+
+
+def test_a_pass_of_the_shard_itself_after_a_look_counts() -> None:
+    batches = tracked(3)
+    assert next(iter(batches)) == (0, 0)
+    assert list(batches.shard.iter_torch_batches()) == [(1, 0), (1, 1), (1, 2)]
+    assert place(batches) == (2, 0)
+    assert next(iter(batches)) == (2, 0)
+
+
+def test_a_shard_that_was_closed_after_a_look_begins_again() -> None:
+    batches = tracked(3)
+    running = iter(batches)
+    next(running)
+    batches.shard.close()
+    assert place(batches) == (0, 0)
+    assert next(iter(batches)) == (0, 0)
+    with pytest.raises(IterationError, match="this iterator has ended"):
+        next(running)
+
+
+def test_a_loop_that_breaks_out_ends_its_pass() -> None:
+    batches = tracked(3)
+    for _ in batches:
+        batches.trained()
+        break
+    assert not batches.shard.is_live
+    assert place(batches) == (0, 1)
+    batches.shard.load_state_dict(batches.state_dict())  # to go on in the epoch; else the next one follows
+    assert next(iter(batches)) == (0, 1)
+
+
+def test_a_loop_that_fails_ends_its_pass() -> None:
+    batches = tracked(3)
+
+    def loop() -> None:
+        for _ in batches:
+            raise RuntimeError("of the model")
+
+    with pytest.raises(RuntimeError, match="of the model"):
+        loop()
+    assert not batches.shard.is_live
+    assert next(iter(batches)) == (0, 0)
+
+
+def test_an_epoch_that_is_left_ends_its_pass() -> None:
+    batches = tracked(3)
+    running = iter(batches)
+    next(running), next(running)
+    batches.trained()
+    batches.leave()
+    assert not batches.shard.is_live
+    with pytest.raises(IterationError, match="this iterator has ended"):
+        next(running)
+    assert place(batches) == (1, 0)
+    assert next(iter(batches)) == (1, 0)
+
+
+def test_an_iterator_that_goes_late_leaves_the_next_pass_alone() -> None:
+    batches = tracked(3)
+    first, second = iter(batches), iter(batches)
+    assert next(first) == next(second) == (0, 0)
+    del first
+    assert batches.shard.is_live
+    assert next(second) == (0, 1)
+
+
+def test_an_epoch_that_fails_before_its_first_batch_is_begun_again() -> None:
+    batches = tracked(2)
+    for _ in batches:
+        batches.trained()
+    batches.shard.failures = 1
+    with pytest.raises(ReadError, match="a read failed"):
+        next(iter(batches))
+    assert place(batches) == (1, 0)
+    assert next(iter(batches)) == (1, 0)
+    batches.shard.failures = 1
+    with pytest.raises(ReadError, match="a read failed"):
+        next(iter(batches))
+    batches.shard.set_epoch(3)
+    assert place(batches) == (3, 0)
+    assert next(iter(batches)) == (3, 0)
+
+
+def test_while_a_first_batch_is_awaited_the_position_is_that_of_the_weights() -> None:
+    """Another thread may save then; gradients of the epoch before may wait for the optimizer still."""
+    batches = tracked(2)
+    running = iter(batches)
+    next(running), next(running)
+    batches.trained()
+    batches.trained(stepped=False)
+    assert next(running, None) is None
+    seen = []
+    make = batches.iterator_gen
+
+    def watched() -> Iterator[Any]:
+        for batch in make():
+            seen.append(place(batches))
+            yield batch
+
+    batches.iterator_gen = watched
+    assert next(iter(batches)) == (1, 0)
+    assert seen == [(0, 1)]
+
+
+def test_an_epoch_without_batches_is_over() -> None:
+    """One that was left behind its last whole batch, for example."""
+    state = replace(STATE, epoch=0, samples_consumed_per_split=2).to_dict()
+    batches = tracked(2, state=state)
+    assert list(batches) == []
+    assert next(iter(batches)) == (1, 0)
+
+
+def test_batches_that_are_withheld_change_nothing() -> None:
+    batches = tracked(2)
+    running = iter(batches)
+    next(running)
+    batches.trained()
+    batches.withheld = True
+    assert list(batches) == []
+    assert place(batches) == (0, 1)
+    batches.withheld = False
+    assert next(running) == (0, 1)
 
 
 def test_more_batches_than_were_handed_out_are_refused() -> None:
