@@ -53,6 +53,7 @@ class StreamReportCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Say so if Lightning and the stream are at different epochs: a checkpoint was not loaded into both."""
         self._steps = trainer.global_step
+        self._is_begun = False  # a fit before may have failed within an epoch
         epoch = self._batches.state().epoch
         counts_epochs = trainer.max_epochs is not None and trainer.max_epochs >= 0
         if counts_epochs and trainer.current_epoch != epoch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -14,6 +15,8 @@ from transformers import TrainerCallback
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.integrations.tracked import TrackedBatches
 from ray_lance_stream.train import report
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT_NAME = "checkpoint"
 
@@ -37,7 +40,7 @@ class StreamReportCallback(TrainerCallback):
         self._report_options = report_options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse what would lose rows.
+        """Refuse what would lose rows, and give no batch to a training that is over: the Trainer would take one step more.
 
         Raises:
             ConfigError: the Trainer would leave out the batches that it thinks come again after a resume.
@@ -46,6 +49,14 @@ class StreamReportCallback(TrainerCallback):
             raise ConfigError(
                 "TrainingArguments(ignore_data_skip=True) must be set: a stream goes on where its checkpoint was saved, and "
                 "the Trainer would leave out as many batches again"
+            )
+        self._batches.withheld = state.global_step >= state.max_steps
+        if self._batches.withheld:
+            logger.info(
+                "stream %r: the training is over at step %d of %d, so the Trainer gets no batch",
+                self._batches.shard.name,
+                state.global_step,
+                state.max_steps,
             )
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -56,8 +67,15 @@ class StreamReportCallback(TrainerCallback):
         """A batch with which the optimizer has stepped."""
         self._batches.trained()
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """An epoch that another callback cuts short is over."""
+        if control.should_epoch_stop:
+            self._batches.leave()
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report what the Trainer has just saved; one rank of each node brings its files."""
+        if control.should_epoch_stop:
+            self._batches.leave()  # before this save, as a resume would go on in the epoch else
         if dist.is_initialized():
             dist.barrier()  # each rank writes its random state
         checkpoint = None
