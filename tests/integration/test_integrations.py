@@ -70,6 +70,34 @@ def state_in(checkpoint: Path | None) -> dict[str, Any] | None:
     return states["train"].to_dict()
 
 
+def test_a_real_shard_is_where_it_was_set_and_lets_go(shards, table, epochs) -> None:
+    """What tests/unit/test_tracked.py does with a shard without Ray."""
+
+    def first() -> list[int]:
+        return next(iter(batches))["id"].tolist()
+
+    batches = batches_of(shards, table, None)
+    assert first() == first() == epochs[0]
+    assert batches.shard._pass is None
+    batches.shard.set_epoch(2)
+    assert first() == epochs[2 * STEPS]
+    for _ in batches:
+        batches.trained()
+        break
+    assert batches.shard._pass is None
+    state = batches.state_dict()
+    assert (state["epoch"], state["samples_consumed_per_split"]) == (2, 2)
+    batches.shard.load_state_dict({**state, "epoch": 1})
+    assert batches.state_dict() == batches.shard.state_dict() == {**state, "epoch": 1}
+    assert first() == epochs[STEPS + 1]
+    running = iter(batches)
+    next(running)
+    batches.trained()
+    batches.leave()
+    assert batches.shard._pass is None
+    assert first() == epochs[2 * STEPS]
+
+
 # Lightning
 
 
