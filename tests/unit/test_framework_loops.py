@@ -225,3 +225,10 @@ def test_an_epoch_of_the_trainer_that_is_cut_short_is_over(save_steps, monkeypat
     assert run.saved == [(0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)][save_steps - 1 :: save_steps]
     run.batches.shard.load_state_dict(run.states[2 // save_steps - 1])
     assert run.train(CutsShort(2), resume=f"{tmp_path}/checkpoint-2", **options).trained == whole[2:]
+
+
+def test_an_epoch_that_is_cut_short_is_over_also_where_nothing_is_saved(monkeypatch, tmp_path) -> None:
+    run = HuggingFace(monkeypatch, tmp_path)
+    run.train(CutsShort(2), max_steps=2, save_strategy="no")
+    assert run.saved == []
+    assert place(run.batches) == (1, 0)
