@@ -24,7 +24,8 @@ from ray_lance_stream import IterationError, lance_stream
 from tests.integration.conftest import Shards, flat
 from tests.support import live_actors, make_table
 
-pytestmark = pytest.mark.timeout(120)
+# A cluster of its own: errors that the tests of other modules keep hold blocks.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("no_cluster")]
 
 
 @pytest.fixture(scope="module")
