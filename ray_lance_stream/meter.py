@@ -129,6 +129,10 @@ class Meter:
         self._read_s = self._transform_s = 0.0
         self._exported: dict[str, float] = {}
 
+    def aside(self) -> Meter:
+        """One for chunks that the loop does not receive: nobody asks it."""
+        return Meter(self._stats)
+
     def watch(self, in_flight: Callable[[], tuple[int, int]]) -> None:
         """Ask this method for (chunks, bytes) in flight. Its object, which holds this one, is not kept by it."""
         self._in_flight = weakref.WeakMethod(in_flight)

@@ -47,10 +47,10 @@ class ReplacedRows:
         stages: the transforms.
         name: of the stream.
         rank: of the shard.
-        count: told how many rows were replaced in a chunk.
+        count: told how many rows were replaced in a chunk; None: the rows do not count, and have no limit.
     """
 
-    def __init__(self, stages: Sequence[Stage], name: str, rank: int, count: Callable[[int], None]) -> None:
+    def __init__(self, stages: Sequence[Stage], name: str, rank: int, count: Callable[[int], None] | None) -> None:
         self._transforms = {each.key: each for stage in stages for each in stage.transforms}
         self._name = name
         self._rank = rank
@@ -65,7 +65,7 @@ class ReplacedRows:
         Raises:
             TransformError: more rows than a transform may replace.
         """
-        if not replaced:
+        if self._count is None or not replaced:
             return
         self._first += replaced[: SHOWN - len(self._first)]
         rows = len({each.row for each in replaced})  # a row may be replaced by one transform after the other

@@ -98,7 +98,7 @@ class ChunkSupply:
             if stage.is_pool
         }
         self._meter = meter
-        self._new_count = partial(ReplacedRows, stages, name, rank, meter.replaced)
+        self._new_count = partial(ReplacedRows, stages, name, rank)
         self.ahead = ReadAhead()
         self._lists = lists
         self._newest: ReadWindow | None = None
@@ -114,7 +114,7 @@ class ChunkSupply:
     def count_replaced(self) -> ReplacedRows:
         """The count of a pass that begins, and whose chunks are read elsewhere."""
         self.ahead.drop()
-        self._newest, self._replaced = None, self._new_count()
+        self._newest, self._replaced = None, self._new_count(self._meter.replaced)
         return self._replaced
 
     def read_ahead(self, running: ReadWindow, plan: ReadPlan, next_walk: Callable[[], EpochWalk]) -> None:
@@ -148,7 +148,10 @@ class ChunkSupply:
         if span is None:
             raise ConfigError(f"the columns of transforms are those of a row, but epoch {walk.start.epoch} has none")
         others = ((0, span.start), (span.stop, walk.grid.num_cycles))
-        window = self._new_window(plan, replace(walk, skipped=others), None)
+        walk = replace(walk, skipped=others)
+        # The loop does not receive the chunk: it is no part of what this rank has delivered, nor of the limit of a pass.
+        count = self._new_count(None)
+        window = self._window(plan, walk, self._new_sizer(plan, walk), count, self._meter.aside())
         try:
             ref, _ = next(window)
             fetched = window.fetch(ref)
@@ -166,14 +169,21 @@ class ChunkSupply:
 
     def _new_window(self, plan: ReadPlan, walk: EpochWalk, before: ReadWindow | None) -> ReadWindow:
         """The chunks of a pass; `before` is the window of the running pass, where this one is read ahead."""
-        reads, first_rows = self._reads(plan, walk), walk.batch_size or walk.block.size
         if before is None:
-            sizer = ChunkSizer(self._config, walk.block.size, plan.row_bytes, first_rows)
+            sizer = self._new_sizer(plan, walk)
         elif before.held_bytes() < before.sizer.next_bytes(walk.num_rows) / 2:
-            sizer = before.sizer.again(first_rows)
+            sizer = before.sizer.again(_first_rows(walk))
         else:
             sizer = before.sizer  # the loop has enough to consume before it asks for the first chunk
-        return ReadWindow(walk, reads, self._line(), sizer, self._config, self._new_count(), self._meter)
+        return self._window(plan, walk, sizer, self._new_count(self._meter.replaced), self._meter)
+
+    def _window(
+        self, plan: ReadPlan, walk: EpochWalk, sizer: ChunkSizer, count: ReplacedRows, meter: Meter
+    ) -> ReadWindow:
+        return ReadWindow(walk, self._reads(plan, walk), self._line(), sizer, self._config, count, meter)
+
+    def _new_sizer(self, plan: ReadPlan, walk: EpochWalk) -> ChunkSizer:
+        return ChunkSizer(self._config, walk.block.size, plan.row_bytes, _first_rows(walk))
 
     def _line(self) -> ChunkLine:
         """The way of the chunks of one pass."""
@@ -185,3 +195,8 @@ class ChunkSupply:
 
     def _reads(self, plan: ReadPlan, walk: EpochWalk) -> PassReads:
         return PassReads(plan, walk, self._who, self._in_reader, self._lists)
+
+
+def _first_rows(walk: EpochWalk) -> int:
+    """Rows that the loop waits for first."""
+    return walk.batch_size or walk.block.size

@@ -6,13 +6,17 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from ray.data._internal.stats import DatasetStats
 
-from ray_lance_stream import meter
+from ray_lance_stream import TransformError, lance_stream, meter
 from ray_lance_stream.meter import COUNTERS, GAUGES, POSITION_GAUGES, TAGS, Meter, Tally
 from ray_lance_stream.reader import ChunkInfo
+from tests.fake_ray import Cluster
+from tests.support import make_table
 from tests.unit.test_state import STATE
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -121,3 +125,33 @@ def test_the_dashboard_shows_what_is_exported():
 def test_the_page_names_what_is_exported():
     page = (DOCS / "monitoring.md").read_text()
     assert set(re.findall(r"`(ray_lance_stream_\w+)`", page)) == EXPORTED
+
+
+def fail(batch: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+    if np.isin(ids, batch["id"]).any():
+        raise ValueError("bad row")
+    return batch
+
+
+def test_a_chunk_that_is_read_for_the_schema_does_not_count(tmp_path, monkeypatch):
+    """Two rows of its only cycle are replaced, of which a pass may have one."""
+    Cluster(monkeypatch)
+    stream = lance_stream(make_table(tmp_path / "t", 48), num_splits=4, shuffle=False, read_batch_size=1)
+    options = {"fn_args": [[12, 24]], "on_transform_error": "replace"}
+    shard = stream.map_batches(fail, **options, max_replaced_rows=1).shard()
+    before = shard._meter.tally()
+    assert "value" in shard.schema().names
+    assert shard._meter.tally() == before == Tally()
+    with pytest.raises(TransformError, match="failed on 2 rows of this pass, more than max_replaced_rows=1"):
+        next(iter(shard.iter_batches(batch_size=4)))
+    shard.close()
+    other = stream.map_batches(fail, **options).shard()
+    batches = iter(other.iter_batches(batch_size=48))
+    next(batches)
+    counted = other._meter.tally()
+    assert (counted.chunks, counted.replaced_rows) == (12, 2)
+    told = other._supply.replaced
+    assert "Rows replaced in this pass: 2 (" in told
+    other.schema()
+    assert (other._meter.tally().chunks, other._supply.replaced) == (12, told)
+    other.close()
