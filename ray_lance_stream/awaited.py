@@ -30,7 +30,7 @@ class ChunkOnItsWay:
 
     def ask(self) -> Future[Doing] | None:
         """See ReadWatch."""
-        return self._sent.reader.doing.remote(self._request.key).future() if self.has_limit() else None
+        return self._sent.reader.doing.remote(self._request.send_id).future() if self.has_limit() else None
 
     def has_limit(self) -> bool:
         """Reading has one, also where users' code runs in the reader: it says so if asked. The stages have none."""
@@ -54,6 +54,7 @@ class Block:
 
     def __init__(self, line: ChunkLine, sent: Sent, request: ReadRequest, attempt: str) -> None:
         self.alive: Callable[[], None] = line.alive
+        self._line = line
         self._sent = sent
         self._text = f"{request}, {attempt}"
 
@@ -67,5 +68,8 @@ class Block:
 
     def text(self, doing: Doing | None) -> str:
         """The chunk, and where its block comes from."""
-        made_by = next((each for each in reversed(self._sent.workers) if each is not None), self._sent.reader)
-        return f"a block to come from another node, made by {where_is(made_by)}: {self._text}"
+        stage, worker = self._line.stage_after(len(self._sent.info_refs), self._sent)
+        if stage is None:
+            worker = self._sent.reader
+        made_by = f"a task of {stage}" if worker is None else where_is(worker)
+        return f"a block to come from another node, made by {made_by}: {self._text}"

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream._ray_data import block_rows, concat_tables
+from ray_lance_stream.doing import READING, TRANSFORMING, Step
 from ray_lance_stream.errors import StreamError, TransformError
 from ray_lance_stream.failures import attempt
 from ray_lance_stream.loaded import LoadedTransform, attempt_user, text_of
@@ -55,27 +56,30 @@ class Chain:
                 self._loaded[number] = LoadedTransform(self._transforms[number])
             return self._loaded[number]
 
-    def run(self, table: pa.Table, info: ChunkInfo, request: ReadRequest) -> tuple[pa.Table, ChunkInfo]:
+    def run(
+        self, table: pa.Table, info: ChunkInfo, request: ReadRequest, tell: Step = lambda step: None
+    ) -> tuple[pa.Table, ChunkInfo]:
         """A chunk, transformed.
 
         Args:
             table: the rows of the chunk, as the stages before have left them.
             info: what is known of the chunk so far.
             request: which rows they are.
+            tell: is told when rows are read that stand in, and when that is over.
 
         Raises:
             TransformError: names function, row, rank and cause.
         """
         try:
-            return self._run(table, info, request)
+            return self._run(table, info, request, tell)
         except TransformError as error:
             raise TransformError(f"{request.who}: {error}", error.__cause__) from error.__cause__
 
-    def _run(self, table: pa.Table, info: ChunkInfo, request: ReadRequest) -> tuple[pa.Table, ChunkInfo]:
+    def _run(self, table: pa.Table, info: ChunkInfo, request: ReadRequest, tell: Step) -> tuple[pa.Table, ChunkInfo]:
         begun_s = time.perf_counter()
         largest_bytes, replaced = info.largest_bytes, list(info.replaced)
         for number in range(self._first, len(self._transforms)):
-            step = _Step(self, number, table, request, {each.row: each.by for each in replaced})
+            step = _Step(self, number, table, request, {each.row: each.by for each in replaced}, tell)
             table = step.run()
             replaced += step.replaced
             largest_bytes = max(largest_bytes, table.nbytes)
@@ -92,10 +96,17 @@ class _Step:
         table: its input.
         request: the chunk.
         stands_in: row of the table -> the row that stands in for it since an earlier transform.
+        tell: see Chain.run.
     """
 
     def __init__(
-        self, chain: Chain, number: int, table: pa.Table, request: ReadRequest, stands_in: dict[int, int]
+        self,
+        chain: Chain,
+        number: int,
+        table: pa.Table,
+        request: ReadRequest,
+        stands_in: dict[int, int],
+        tell: Step,
     ) -> None:
         self._chain = chain
         self._number = number
@@ -104,6 +115,7 @@ class _Step:
         self._table = table
         self._request = request
         self._stands_in = stands_in
+        self._tell = tell
         self.replaced: list[Replaced] = []
 
     def run(self) -> pa.Table:
@@ -175,6 +187,15 @@ class _Step:
                 f"{self._name} failed on {self._row_text(row)}: {text_of(failure)}; {REMEDY}", failure
             ) from failure
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """While Lance reads, which has a limit in a reader, and not what users write."""
+        self._tell(READING)
+        try:
+            yield
+        finally:
+            self._tell(TRANSFORMING)
+
     # ---- which row of the table it is
 
     @cached_property
@@ -190,7 +211,7 @@ class _Step:
         table, offset = self._request.plan.table, int(self._rows[row])
         instead = f", in place of which comes row {self._stands_in[offset]}," if offset in self._stands_in else ""
         text = f"row {offset}{instead} of table {table.identity} version {table.version}"
-        with suppress(StreamError):
+        with suppress(StreamError), self._reading():
             if "id" in table.open().schema.names:
                 text += f" (id={table.take(self._rows[row : row + 1], ['id'])['id'][0].as_py()!r})"
         return text
@@ -203,7 +224,8 @@ class _Step:
         split, position = self._request.place(self._plan, row)
         for other in stand_ins(position, grid.rows_per_split):
             offset = self._plan.rows(self._request.epoch, SplitBlock(split, split + 1), other, other + 1)
-            rows = self._request.take(offset)
+            with self._reading():
+                rows = self._request.take(offset)
             output, failure = attempt(partial(self._all_so_far, rows))
             if isinstance(failure, TransformError):
                 raise failure

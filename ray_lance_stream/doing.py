@@ -50,26 +50,26 @@ class Desk:
         self._moved_s = clock()
 
     @contextmanager
-    def at(self, key: str) -> Iterator[Step]:
+    def at(self, send_id: str) -> Iterator[Step]:
         """While a read runs; yields a function that is told each step as it begins."""
         try:
-            yield lambda step: self._move(key, step)
+            yield lambda step: self._move(send_id, step)
         finally:
-            self._move(key, None)
+            self._move(send_id, None)
 
-    def doing(self, key: str) -> Doing:
+    def doing(self, send_id: str) -> Doing:
         """What is done with a read; one that has not begun waits for those that run."""
         with self._lock:
             now_s = self._clock()
-            if key in self._steps:
-                step, since_s = self._steps[key]
+            if send_id in self._steps:
+                step, since_s = self._steps[send_id]
                 return Doing(step, now_s - since_s, step == READING)
             return Doing(QUEUED, now_s - self._moved_s, all(step == READING for step, _ in self._steps.values()))
 
-    def _move(self, key: str, step: str | None) -> None:
+    def _move(self, send_id: str, step: str | None) -> None:
         with self._lock:
             self._moved_s = self._clock()
             if step is None:
-                self._steps.pop(key, None)
+                self._steps.pop(send_id, None)
             else:
-                self._steps[key] = (step, self._moved_s)
+                self._steps[send_id] = (step, self._moved_s)

@@ -6,8 +6,9 @@ Imports neither ray.data nor ray.train nor torch: a reader must start quickly.
 from __future__ import annotations
 
 import time
+import uuid
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class ReadRequest:
         plan, epoch, block, span: which rows.
         who: stream and rank, for messages of transforms.
         stage: the transforms that run where the chunk is read, if any.
+        send_id: tells apart the reads that a reader has at a time, which may be of the same rows.
     """
 
     plan: ReadPlan
@@ -54,17 +56,13 @@ class ReadRequest:
     span: ChunkSpan
     who: str = ""
     stage: Stage | None = None
+    send_id: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False, kw_only=True)
 
     def __str__(self) -> str:
         return (
             f"epoch {self.epoch}, splits [{self.block.lo}, {self.block.hi}), cycles [{self.span.start}, "
             f"{self.span.stop}) of {self.plan.table.identity} version {self.plan.table.version}"
         )
-
-    @property
-    def key(self) -> str:
-        """Tells the reads apart that a reader may have at a time."""
-        return f"{self.who}, epoch {self.epoch}, splits {self.block.lo}, cycles {self.span.start}"
 
     def rows(self, plan: StreamPlan) -> np.ndarray:
         """int64 [rows]: offsets in the table of the rows of the chunk, in the order of delivery."""
@@ -127,7 +125,7 @@ def read_chunk(request: ReadRequest, plan: StreamPlan, tell: Step = lambda step:
             from ray_lance_stream.chain import kept_chains  # imports ray.data
 
             tell(TRANSFORMING)
-            table, info = kept_chains.of(request.stage).run(table, info, request)
+            table, info = kept_chains.of(request.stage).run(table, info, request, tell)
     except (StreamError, ray.exceptions.RayError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
@@ -161,14 +159,14 @@ class SplitReader:
     @ray.method(num_returns=2)
     def read(self, request: ReadRequest) -> tuple[pa.Table, ChunkInfo]:
         """Read one chunk; errors as `read_chunk`."""
-        with self._desk.at(request.key) as tell:
+        with self._desk.at(request.send_id) as tell:
             tell(LOOKING_UP)
             return read_chunk(request, self._resolved(request.plan), tell)
 
     @ray.method(concurrency_group="questions")
-    def doing(self, key: str) -> Doing:
-        """What is done with the read of that key."""
-        return self._desk.doing(key)
+    def doing(self, send_id: str) -> Doing:
+        """What is done with a read."""
+        return self._desk.doing(send_id)
 
     def _resolved(self, plan: ReadPlan) -> StreamPlan:
         resolved = self._plans.get(plan)

@@ -20,7 +20,7 @@ from ray.data._internal.stats import _StatsManager
 from ray_lance_stream import coordinator, epoch_pass, reader, stream
 from ray_lance_stream.coordinator import StreamCoordinator
 from ray_lance_stream.meter import Meter
-from ray_lance_stream.reader import SplitReader
+from ray_lance_stream.reader import ReadRequest, SplitReader
 
 _numbers = itertools.count(1)
 
@@ -37,7 +37,7 @@ class Call:
         if self.is_done:
             return
         self.is_done = True
-        if len(self.refs) > 1 and self._actor.cluster.is_to_die(self._args[0].key):
+        if len(self.refs) > 1 and self._actor.cluster.is_to_die(self._args[0]):
             self._actor.die()
         if self._actor.is_dead:
             self._settle(error=self._actor.death())
@@ -176,8 +176,9 @@ class Cluster:
         self.coordinators.append(Actor(self, lambda: StreamCoordinator(label, table)))
         return self.coordinators[-1]
 
-    def is_to_die(self, key: str) -> bool:
+    def is_to_die(self, request: ReadRequest) -> bool:
         """Whether a read ends its reader."""
+        key = f"{request.who}, epoch {request.epoch}, splits {request.block.lo}, cycles {request.span.start}"
         if self.every_read_dies:
             return True
         if not self.reads_to_lose or key in self._lost:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import ray
 
-from ray_lance_stream import ConfigError, ReadError
+from ray_lance_stream import ConfigError, LanceStream, ReadError, TransformError, awaited, lance_stream, reader
 from ray_lance_stream.attempts import Attempt
+from ray_lance_stream.awaited import Block, ChunkOnItsWay
 from ray_lance_stream.config import DEFAULT_READ_TIMEOUT_S, StreamConfig
+from ray_lance_stream.cursor import ChunkSpan, EpochWalk, Position
 from ray_lance_stream.doing import LOOKING_UP, QUEUED, READING, TRANSFORMING, Desk, Doing
+from ray_lance_stream.line import ChunkLine, Sent
 from ray_lance_stream.link import CoordinatorLink
+from ray_lance_stream.reader import ReadRequest, SplitReader, read_chunk
+from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.storage_options import _RETRIES
+from ray_lance_stream.supply import PassReads
+from ray_lance_stream.table import TableRef
 from ray_lance_stream.watch import ANSWER_S, TELL_AGAIN_S, NoProgressError, ReadWatch
+from tests.support import make_table
 
 
 class Clock:
@@ -192,6 +203,97 @@ def test_a_desk_forgets_a_read_that_fails():
     with pytest.raises(ValueError, match="bad"):
         fail()
     assert desk.doing("a").step == QUEUED
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory) -> LanceStream:
+    return lance_stream(make_table(tmp_path_factory.mktemp("watch") / "t", 48), num_splits=4, shuffle=False)
+
+
+SPAN = ChunkSpan(0, 3, 0, 12, 12)
+
+
+def test_reads_of_the_same_rows_do_not_hide_each_other(stream, monkeypatch):
+    """Of a pass that was left and the next one over the same epoch, or of two runs on one reader."""
+    plan = stream._plan
+    walk = EpochWalk(plan.grid, SplitBlock(0, 4), Position(0))
+    lists: Any = SimpleNamespace(again=lambda plan, epoch: plan)
+    reads = PassReads(plan, walk, "stream 'eval', rank 0", None, lists)
+    first, second, third = reads(SPAN), reads(SPAN), reads.again(SPAN)
+    assert len({each.send_id for each in (first, second, third)}) == 3
+    assert first == second == third
+    assert len({hash(each) for each in (first, second, third)}) == len({str(first), str(second), str(third)}) == 1
+    monkeypatch.setattr(reader, "keep_freed_memory", lambda: None)
+    actor = SplitReader("t", plan.table)
+    said: list[Doing] = []
+
+    def doing(send_id: str) -> Any:
+        said.append(actor.doing(send_id))
+        return SimpleNamespace(future=Future)
+
+    def read(request: ReadRequest, plan: Any, tell: Any) -> Any:
+        tell(TRANSFORMING)
+        if request is first:
+            actor.read(second)
+            sent: Any = SimpleNamespace(reader=SimpleNamespace(doing=SimpleNamespace(remote=doing)), steps_done=int)
+            ChunkOnItsWay(ChunkLine(None, (), int), sent, first, "attempt 1 of 4").ask()  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reader, "read_chunk", read)
+    actor.read(first)
+    assert [(each.step, each.has_limit) for each in said] == [(TRANSFORMING, False)]
+
+
+def fail(batch: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+    if np.isin(ids, batch["id"]).any():
+        raise ValueError("bad row")
+    return batch
+
+
+@pytest.mark.parametrize("bad", [[5, 17], list(range(48))], ids=["replaced", "none stands in"])
+def test_a_row_that_stands_in_is_read_under_the_limit_of_reads(stream, monkeypatch, bad):
+    """In the reader, where what users write has none; so is the id that an error names."""
+    told: list[str] = []
+    read_at: list[str] = []
+    take = TableRef.take
+
+    def watched(self: TableRef, *args: Any) -> pa.Table:
+        read_at.append(told[-1])
+        return take(self, *args)
+
+    monkeypatch.setattr(TableRef, "take", watched)
+    mapped = stream.map_batches(fail, fn_args=[bad], on_transform_error="replace")
+    request = ReadRequest(
+        stream._plan, 0, SplitBlock(0, 4), ChunkSpan(0, 12, 0, 48, 48), stage=mapped._config.stages[0]
+    )
+    if len(bad) == 2:
+        _, info = read_chunk(request, stream._plan.resolve(), told.append)
+        assert [each.row for each in info.replaced] == bad
+        assert len(read_at) == 3
+    else:
+        with pytest.raises(TransformError, match=r"\(id=0\), .* no row can stand in"):
+            read_chunk(request, stream._plan.resolve(), told.append)
+        assert len(read_at) == 13
+    assert set(read_at) == {READING}
+    assert told[1::2] == [TRANSFORMING] * len(read_at)
+
+
+@pytest.mark.parametrize(
+    ("workers", "made_by"),
+    [
+        ((), "actor reader"),
+        ((None,), "a task of resize"),
+        (("decoder", None), "a task of resize"),
+        ((None, "decoder"), "actor decoder"),
+    ],
+)
+def test_a_block_is_told_with_what_made_it(monkeypatch, workers, made_by):
+    """The process of the last stage; that of a task is not known."""
+    monkeypatch.setattr(awaited, "where_is", lambda actor: f"actor {actor}")
+    stages: Any = [SimpleNamespace(stage="decode"), SimpleNamespace(stage="resize")][-len(workers) or 2 :]
+    sent: Any = Sent("reader", workers, tuple(range(1 + len(workers))), "block")
+    request: Any = "rows"
+    block = Block(ChunkLine(None, stages, int), sent, request, "attempt 1 of 4")  # type: ignore[arg-type]
+    assert block.text(None) == f"a block to come from another node, made by {made_by}: rows, attempt 1 of 4"
 
 
 # The coordinator
