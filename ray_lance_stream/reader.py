@@ -122,9 +122,9 @@ def read_chunk(request: ReadRequest, plan: StreamPlan, tell: Step = lambda step:
         table = request.take(request.rows(plan))
         info = ChunkInfo(table.num_rows, table.nbytes, table.nbytes, read_s=time.perf_counter() - begun_s)
         if request.stage is not None:
-            from ray_lance_stream.chain import kept_chains  # imports ray.data
-
             tell(TRANSFORMING)
+            from ray_lance_stream.chain import kept_chains  # imports ray.data, which takes seconds and is no reading
+
             table, info = kept_chains.of(request.stage).run(table, info, request, tell)
     except (StreamError, ray.exceptions.RayError, KeyboardInterrupt, SystemExit):
         raise

@@ -239,14 +239,14 @@ def warm_up(shards: Shards, table: str) -> None:
 def test_a_stage_that_waits_for_resources_is_told(shards: Shards, table, caplog):
     """And waited for: the limit is one of reading."""
     warm_up(shards, table)
-    stream = shards.stream(table, **CHUNKS, stall_warn_s=0.5, read_timeout_s=0.7)
+    stream = shards.stream(table, **CHUNKS, stall_warn_s=0.5, read_timeout_s=1.5)
     shard = shards.of(stream.map_batches(stamped, resources={"nowhere": 1}))
 
     def end_when_told() -> None:
         until_s = time.monotonic() + 60
         while "waits for free resources" not in caplog.text and time.monotonic() < until_s:
             time.sleep(0.1)
-        time.sleep(1.5)  # read_timeout_s has passed
+        time.sleep(2)  # read_timeout_s has passed
         shard._end_pass(shard._pass)
 
     threading.Thread(target=end_when_told).start()
@@ -268,7 +268,7 @@ def slow_once(batch: dict[str, Any], marker: str) -> dict[str, Any]:
 def test_a_slow_function_in_a_reader_is_told_and_waited_for(shards: Shards, table, oracle, tmp_path, caplog):
     """The reader answers meanwhile, and its time with what users write has no limit."""
     warm_up(shards, table)
-    stream = shards.stream(table, **CHUNKS, stall_warn_s=0.5, read_timeout_s=0.7)
+    stream = shards.stream(table, **CHUNKS, stall_warn_s=0.5, read_timeout_s=1.5)
     shard = shards.of(stream.map_batches(slow_once, fn_args=[str(tmp_path / "slept")]))
     assert flat(shard.iter_batches(batch_size=12)) == oracle.reshape(-1).tolist()
     assert re.search(r"reader with transform slow_once \w+ \(ALIVE, .*\), which has been transforming for", caplog.text)

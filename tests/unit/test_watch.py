@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -275,6 +276,24 @@ def test_a_row_that_stands_in_is_read_under_the_limit_of_reads(stream, monkeypat
         assert len(read_at) == 13
     assert set(read_at) == {READING}
     assert told[1::2] == [TRANSFORMING] * len(read_at)
+
+
+def test_the_first_import_of_ray_data_is_no_reading(stream, monkeypatch):
+    """It takes seconds in a fresh reader, on a busy machine more than a short limit."""
+    told: list[str] = []
+
+    class Imported:
+        @property
+        def kept_chains(self) -> Any:
+            imported_at.append(told[-1])
+            return SimpleNamespace(of=lambda stage: SimpleNamespace(run=lambda table, info, *args: (table, info)))
+
+    imported_at: list[str] = []
+    monkeypatch.setitem(sys.modules, "ray_lance_stream.chain", Imported())
+    stage = stream.map_batches(fail, fn_args=[[]])._config.stages[0]
+    request = ReadRequest(stream._plan, 0, SplitBlock(0, 4), SPAN, stage=stage)
+    read_chunk(request, stream._plan.resolve(), told.append)
+    assert imported_at == [TRANSFORMING]
 
 
 @pytest.mark.parametrize(
