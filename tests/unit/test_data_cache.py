@@ -677,6 +677,22 @@ def test_what_a_clone_has_of_another_table_is_not_cached(folder: Path, tmp_path:
     assert len(parts.files) == 1
 
 
+@pytest.mark.parametrize("text", ["cannot schedule new futures after interpreter shutdown", "no more threads"])
+def test_filling_ends_without_a_word_when_python_does(
+    cached: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    """Python lets pools go before it tells the cache, in a DataLoader worker as elsewhere."""
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError(text)
+
+    monkeypatch.setattr(cache_filling, "ThreadPoolExecutor", Pool)
+    table = begun(cached())
+    wait(lambda: not table._thread.is_alive())
+    assert [text in each for each in warnings(caplog)] == ([] if "shutdown" in text else [True])
+
+
 def test_the_bar_begins_after_a_moment(cached: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
 
