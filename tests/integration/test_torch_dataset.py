@@ -424,7 +424,7 @@ def test_what_cannot_start_takes_no_epoch(shards, stream, oracle, monkeypatch):
     fails(unpicklable, ConfigError, "must be picklable")
     monkeypatch.setattr(DataLoader, "_get_iterator", not_started)
     fails(loader, OSError, "no more processes")
-    monkeypatch.setattr(DataLoader, "_get_iterator", InThisProcess)
+    monkeypatch.setattr(DataLoader, "_get_iterator", lambda loader: InThisProcess(loader))
     assert [ids_of(batch) for batch in loader] == [step.tolist() for step in oracle.epoch(0)]
     with monkeypatch.context() as broken:
         broken.setattr(InThisProcess, "_reset", is_dead)
