@@ -31,6 +31,7 @@ from ray_lance_stream import (
     merge_state_dicts,
 )
 from ray_lance_stream.cursor import Position
+from ray_lance_stream.feed import NO_PASS
 from ray_lance_stream.own_reads import OwnReads
 from tests.integration.conftest import flat, ids_of
 from tests.support import Oracle, make_table, scan_ids
@@ -430,6 +431,10 @@ def test_what_cannot_start_takes_no_epoch(shards, stream, oracle, monkeypatch):
         broken.setattr(InThisProcess, "_reset", is_dead)
         fails(loader, RuntimeError, "exited unexpectedly")
     assert [ids_of(batch) for batch in loader] == [step.tolist() for step in oracle.epoch(1)]
+    for batch in loader:
+        break
+    assert ids_of(batch) == oracle.epoch(2)[0].tolist()
+    assert loader._feed[1]._pass.item() == NO_PASS  # workers wait for no read of it
 
 
 def test_a_stream_and_its_shard_are_asked_alike():
