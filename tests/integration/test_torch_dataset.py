@@ -430,7 +430,9 @@ def test_what_cannot_start_takes_no_epoch(shards, stream, oracle, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(InThisProcess, "_reset", is_dead)
         fails(loader, RuntimeError, "exited unexpectedly")
+        started = InThisProcess.started
     assert [ids_of(batch) for batch in loader] == [step.tolist() for step in oracle.epoch(1)]
+    assert InThisProcess.started == started + 1  # others, in place of the dead one
     assert ids_of(next(iter(loader))) == oracle.epoch(2)[0].tolist()
     assert loader._feed[1]._pass.item() == NO_PASS  # workers wait for no read of it
 
