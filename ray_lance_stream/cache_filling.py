@@ -212,7 +212,14 @@ class Filling:
                 if self._closed.is_set():
                     return
                 size = min(PIECE_BYTES, file.size - start)
-                asked.append((file, pool.submit(self.stored.read, f"data/{file.name}", start, size)))
+                try:
+                    piece = pool.submit(self.stored.read, f"data/{file.name}", start, size)
+                except RuntimeError as error:
+                    if "shutdown" not in str(error):
+                        raise
+                    self._closed.set()  # Python ends, and its pools before the cache is told
+                    return
+                asked.append((file, piece))
                 if len(asked) > PIECES_AT_A_TIME:
                     yield asked.popleft()
         yield from asked

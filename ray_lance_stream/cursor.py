@@ -273,6 +273,10 @@ class Cursor:
             assert place.walk is not None
             self._place = replace(place, phase=_Pass.LEFT if place.walk.num_rows else _Pass.OPEN)
 
+    def take_back(self) -> None:
+        """The running pass, which has delivered nothing, could not start after all: the next one begins where it did."""
+        self._place = _Place(_Pass.OPEN, self._place.start, self._place.source)
+
     def set_epoch(self, epoch: int) -> None:
         """The next pass is epoch `epoch`; keeps an open position inside that epoch."""
         self.moves += 1

@@ -93,8 +93,8 @@ def lance_stream(
         prefetch_bytes: bytes in flight per worker.
         readers_per_worker: reader actors of one worker.
         read_timeout_s: a read that makes no progress for so long is abandoned: its reader is ended, and the read sent to a
-            fresh one, as often as other reads that are lost. None: never (docs/object-storage.md). Not in the tasks of
-            `to_dataset()`, which are Ray Data's own.
+            fresh one, as often as other reads that are lost. None: never (docs/object-storage.md). In a DataLoader worker it
+            is an error at once (docs/pytorch.md). Not in the tasks of `to_dataset()`, which are Ray Data's own.
         stall_warn_s: a rank that waits for a chunk for so long says in its log what it waits for, and again each minute.
             None: never. Not in the tasks of `to_dataset()` either.
         replicas: this many consecutive ranks share their rows (tensor or pipeline parallel).

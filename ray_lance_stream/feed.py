@@ -21,9 +21,11 @@ from ray_lance_stream.errors import ConfigError, IterationError, can_be_pickled
 from ray_lance_stream.failures import attempt
 from ray_lance_stream.own_reads import OwnReads, PassSpec
 from ray_lance_stream.reader import ChunkInfo
+from ray_lance_stream.sendable import sendable
 from ray_lance_stream.transform import Stage, Transform, UserCall
 
 WITHOUT_WORKERS = "use num_workers=0, where the processes of Ray make them"
+NO_PASS = -1
 
 
 class Told(NamedTuple):
@@ -68,12 +70,21 @@ class Feed:
             ) from error
         self._told = told
         self._start = torch.tensor([0, 0, 0]).share_memory_()
+        self._pass = torch.tensor([NO_PASS]).share_memory_()
         self._begun = torch.tensor([0]).share_memory_() if once else None
+        self._has_delivered = False  # in this process
+        self._num_passes = 0
         self.begin_at(start)
 
     def begin_at(self, start: Position) -> None:
         """Where the next pass begins, also for workers that run already."""
         self._start[:] = torch.tensor([start.epoch, start.cycle, start.partial_rows])
+        self._num_passes += 1
+        self._pass[0] = self._num_passes
+
+    def end(self) -> None:
+        """Nobody asks for more of the pass: a worker that waits for a read does so no longer."""
+        self._pass[0] = NO_PASS
 
     # ---- in a worker
 
@@ -84,24 +95,40 @@ class Feed:
         """
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        if self._begun is not None and worker == 0:
-            if self._begun.item():
-                raise IterationError(
-                    "this pass has been begun before: the main process does not see what a plain DataLoader with workers "
-                    "delivers; call set_epoch(epoch) before each pass, or use StreamDataLoader"
-                )
-            self._begun[0] = 1
+        number = self._pass.item()
+        self._refuse_again(worker)
         keep_freed_memory()
         spec: PassSpec = pickle.loads(self._spec)
         spec = replace(spec, plan=_with_lists(spec.plan, self._lists))
-        reads = OwnReads(spec, Position(*self._start.tolist()), worker, num_workers)
-        yield from _told(reads) if self._told else (batch for batch, _ in reads)
+        reads = OwnReads(
+            spec,
+            Position(*self._start.tolist()),
+            worker,
+            num_workers,
+            lambda: number == NO_PASS or self._pass.item() != number,
+        )
+        yield from _told(reads) if self._told else (sendable(batch) for batch, _ in reads)
+
+    def _refuse_again(self, worker: int) -> None:
+        """A plain DataLoader gets the pass once, and from workers that persist never another one."""
+        if self._told:
+            return
+        is_again = self._begun is not None and worker == 0 and self._begun.item()
+        if is_again or self._has_delivered:
+            raise IterationError(
+                "this pass has been begun before: the main process does not see what a plain DataLoader with workers "
+                "delivers; call set_epoch(epoch) before each pass, and leave persistent_workers=True out, since such "
+                "workers do not hear of it; or use StreamDataLoader"
+            )
+        self._has_delivered = True
+        if self._begun is not None and worker == 0:
+            self._begun[0] = 1
 
 
 def _told(reads: OwnReads) -> Iterator[Told]:
     try:
         for batch, info in reads:
-            yield Told(batch, info)
+            yield Told(sendable(batch), info)
     except Exception as error:
         if not can_be_pickled(error):
             raise  # as text, by torch

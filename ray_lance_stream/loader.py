@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -28,6 +28,8 @@ class WorkerTraceback(Exception):
 class LoaderPass:
     """One pass that DataLoader workers read: moves the position of the shard as the loop receives batches.
 
+    Nothing has begun before `start`: what cannot be read by workers must not take an epoch.
+
     Args:
         dataset: whose pass.
     """
@@ -36,18 +38,29 @@ class LoaderPass:
         self._shard = dataset.shard
         self.batch_size = dataset._batch_size
         self.drop_last = dataset._drop_last
-        plan, walk = self._shard._begin_loader_pass(self)
+        plan, walk = self._shard._next_loader_pass(self.batch_size, self.drop_last)
         self.plan: ReadPlan = plan
         self.walk: EpochWalk = walk
         self._all = OwnBatches(walk, 0, 1)
         self._received = 0
-        self._replaced: ReplacedRows = self._shard._supply.count_replaced()
         self._batches: Iterator[Told] | None = None
         self._handed_out_s: float | None = None
 
-    def start(self, batches: Iterator[Told]) -> None:
-        """The workers run; `batches` are theirs."""
-        self._batches = batches
+    def start(self, feed: Feed, start_workers: Callable[[], Iterator[Told]]) -> None:
+        """Begin, with workers that read from a feed; where they cannot be started the position stays.
+
+        Args:
+            feed: what they read.
+            start_workers: returns their batches.
+        """
+        self._shard._begin_loader_pass(self)
+        self._feed = feed
+        self._replaced: ReplacedRows = self._shard._supply.count_replaced()
+        try:
+            self._batches = start_workers()
+        except BaseException:
+            self._shard._take_back_loader_pass(self)
+            raise
 
     def next(self) -> Any:
         """The next batch, counted.
@@ -99,7 +112,8 @@ class LoaderPass:
         return is_running
 
     def close(self) -> None:
-        """Let the workers go, unless their loader keeps them."""
+        """Let the workers go, unless their loader keeps them; these wait for no read of the pass any more."""
+        self._feed.end()
         self._batches = None
 
 
@@ -157,7 +171,8 @@ class StreamDataLoader(DataLoader[Any]):
                 f"StreamDataLoader takes what shard.to_torch_dataset() returns, got {type(dataset).__name__}; use a plain "
                 "DataLoader for other datasets"
             )
-        given = sorted(name for name in OF_THE_DATASET if options.get(name) is not None)
+        # False is torch's own default of some of them.
+        given = sorted(name for name in OF_THE_DATASET if options.get(name) is not None and options[name] is not False)
         if given:
             raise ConfigError(
                 f"StreamDataLoader takes batches as the dataset makes them, got {', '.join(given)}: pass batch_size, drop_last "
@@ -188,11 +203,12 @@ class StreamDataLoader(DataLoader[Any]):
         if not self.num_workers:
             return super().__iter__()
         running = LoaderPass(self._stream)
+        feed = self._feed_of(running)
         try:
-            with self._stream.given(self._feed_of(running)):
-                running.start(super().__iter__())
+            with self._stream.given(feed):
+                running.start(feed, super().__iter__)
         except BaseException:
-            running.end()
+            self._end_workers()  # one that persisted may have died since the last pass
             raise
         return _Batches(running, self)
 

@@ -6,8 +6,7 @@ A batch is a function of its number in the pass, so nothing has to be agreed on 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +19,9 @@ from ray_lance_stream.columns import NullInTensorError, TensorCollateFn, null_er
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.cursor import ChunkSpan, EpochWalk, Position
 from ray_lance_stream.own_batches import OwnBatches
+from ray_lance_stream.own_read import OwnRead
 from ray_lance_stream.plan import StreamPlan
-from ray_lance_stream.reader import ChunkInfo, ReadRequest, read_chunk
+from ray_lance_stream.reader import ChunkInfo, ReadRequest
 from ray_lance_stream.sizer import ChunkSizer
 from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.state import SkippedCycles, skipped_in
@@ -59,7 +59,7 @@ class PassSpec:
         drop_last: leave out a last batch that is not whole.
         collate_fn: what a batch becomes.
         stage: all transforms, if there are any.
-        config: sizes of chunks.
+        config: sizes of chunks, and how long reads may take.
     """
 
     name: str
@@ -116,10 +116,19 @@ class OwnReads:
         start: where the pass begins.
         worker: number of the worker, from 0.
         num_workers: how many share the pass.
+        is_ended: whether nobody asks for more of the pass, so that no read is waited for.
     """
 
-    def __init__(self, spec: PassSpec, start: Position, worker: int, num_workers: int) -> None:
+    def __init__(
+        self,
+        spec: PassSpec,
+        start: Position,
+        worker: int,
+        num_workers: int,
+        is_ended: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._spec = spec
+        self._is_ended = is_ended
         self._walk = spec.walk(start)
         self._own = OwnBatches(self._walk, worker, num_workers)
         self._plan = spec.plan.resolve()
@@ -131,21 +140,18 @@ class OwnReads:
     def __iter__(self) -> Iterator[tuple[Any, ChunkInfo | None]]:
         """Batches; the first one of each chunk with what is known of the chunk."""
         left = deque(self._own.numbers)
-        pool = ThreadPoolExecutor(1, "read batches")
-        try:
-            following = self._send(pool, left)
-            while following is not None:
-                numbers, request, read = following
-                table, info = read.result()
-                self._sizer.seen(info)
-                following = self._send(pool, left)
-                yield from self._batches(table, info, numbers, request)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        following = self._send(left)
+        while following is not None:
+            numbers, request, read = following
+            found = read.wait(self._spec.config, self._is_ended)
+            if found is None:
+                return
+            table, info = found
+            self._sizer.seen(info)
+            following = self._send(left)
+            yield from self._batches(table, info, numbers, request)
 
-    def _send(
-        self, pool: ThreadPoolExecutor, left: deque[int]
-    ) -> tuple[list[int], BatchesRequest, Future[tuple[pa.Table, ChunkInfo]]] | None:
+    def _send(self, left: deque[int]) -> tuple[list[int], BatchesRequest, OwnRead] | None:
         """Have the next batches read, as many as a chunk holds; None where none are left."""
         if not left:
             return None
@@ -158,7 +164,7 @@ class OwnReads:
         request = BatchesRequest(
             self._spec.plan, self._walk.start.epoch, self._spec.block, whole, self._who, self._spec.stage, spans
         )
-        return numbers, request, pool.submit(read_chunk, request, self._plan)
+        return numbers, request, OwnRead(request, self._plan)
 
     def _batches(
         self, table: pa.Table, info: ChunkInfo, numbers: list[int], request: BatchesRequest

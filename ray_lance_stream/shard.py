@@ -197,20 +197,21 @@ class StreamShard(StreamSizedIterator, Resumable):
         self._pass = new
         return walk, self._supply.take(plan, walk)
 
-    def _begin_loader_pass(self, new: LoaderPass) -> tuple[ReadPlan, EpochWalk]:
-        """As `_begin_pass`, of a pass that DataLoader workers read."""
-        plan, walk = self._next_pass(new.batch_size, new.drop_last)
-        self._refuse_empty(walk.start, plan, new.batch_size, new.drop_last)
-        self._position.begin(plan, walk, new.batch_size, new.drop_last)
-        self._pass = new
-        return plan, walk
-
-    def _hand_out(self, batch_size: int, drop_last: bool) -> tuple[ReadPlan, EpochWalk]:
-        """As `_begin_loader_pass`, where this process does not see what is delivered; the position stays."""
+    def _next_loader_pass(self, batch_size: int, drop_last: bool) -> tuple[ReadPlan, EpochWalk]:
+        """What DataLoader workers are going to read; the position stays until the pass begins, or is handed out."""
         plan, walk = self._next_pass(batch_size, drop_last)
         self._refuse_empty(walk.start, plan, batch_size, drop_last)
-        self._position.hand_out(plan, walk, batch_size, drop_last)
         return plan, walk
+
+    def _begin_loader_pass(self, new: LoaderPass) -> None:
+        """As `_begin_pass`, of a pass that DataLoader workers read."""
+        self._position.begin(new.plan, new.walk, new.batch_size, new.drop_last)
+        self._pass = new
+
+    def _take_back_loader_pass(self, new: LoaderPass) -> None:
+        """Its workers could not be started: the next pass begins where it would have."""
+        self._pass = None
+        self._position.cursor().take_back()
 
     def _next_pass(self, batch_size: int | None, drop_last: bool) -> tuple[ReadPlan, EpochWalk]:
         """End the running pass; returns the plan of the next one, with its list, and its walk."""

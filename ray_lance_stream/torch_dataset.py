@@ -163,7 +163,12 @@ class StreamDataset(IterableDataset[Any]):
             self._drop_last,
             self._collate_fn,
             in_one_process(config.stages),
-            StreamConfig(read_batch_size=config.read_batch_size, prefetch_bytes=config.prefetch_bytes),
+            StreamConfig(
+                read_batch_size=config.read_batch_size,
+                prefetch_bytes=config.prefetch_bytes,
+                read_timeout_s=config.read_timeout_s,
+                stall_warn_s=config.stall_warn_s,
+            ),
         )
 
     @contextmanager
@@ -183,7 +188,8 @@ class StreamDataset(IterableDataset[Any]):
                 "max_replaced_rows is counted over all workers of a DataLoader, which a plain one cannot: use StreamDataLoader"
             )
         if self._feed is None or self._handed_out is not shard._position.handed_out:
-            plan, walk = shard._hand_out(self._batch_size, self._drop_last)
-            self._handed_out = shard._position.handed_out
-            self._feed = Feed(self.spec(plan), walk.start, told=False, once=not shard.evaluation)
+            plan, walk = shard._next_loader_pass(self._batch_size, self._drop_last)
+            feed = Feed(self.spec(plan), walk.start, told=False, once=not shard.evaluation)
+            shard._position.hand_out(plan, walk, self._batch_size, self._drop_last)
+            self._feed, self._handed_out = feed, shard._position.handed_out
         return self._feed

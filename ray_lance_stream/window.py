@@ -222,7 +222,7 @@ class ReadWindow:
             try:
                 return self._come(read, read.sent.info_ref, ChunkOnItsWay)
             except NoProgressError as error:
-                logger.warning("reader ended: %s", error)
+                logger.warning("reader ended: %s", str(error))  # a record that keeps the error keeps blocks
                 self._line.abandon(read.sent)
                 self._again(read, error)
             except LOST as error:

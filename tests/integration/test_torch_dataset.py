@@ -8,8 +8,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import warnings
+from copy import copy
 from typing import Any
 
 import lance
@@ -29,6 +31,7 @@ from ray_lance_stream import (
     merge_state_dicts,
 )
 from ray_lance_stream.cursor import Position
+from ray_lance_stream.feed import NO_PASS
 from ray_lance_stream.own_reads import OwnReads
 from tests.integration.conftest import flat, ids_of
 from tests.support import Oracle, make_table, scan_ids
@@ -171,7 +174,7 @@ class InThisProcess:
 
     def __init__(self, loader: Any) -> None:
         InThisProcess.started += 1
-        self._feed = loader.dataset._given or loader.dataset._feed_of_plain_loader()
+        self._feed = copy(loader.dataset._given or loader.dataset._feed_of_plain_loader())  # a process has its own
         self._reset(loader)
 
     def _reset(self, loader: Any) -> None:
@@ -381,7 +384,8 @@ def test_what_a_loader_cannot_serve_is_refused(shards, stream):
             StreamDataLoader(dataset, **options)
     with pytest.raises(ConfigError, match="in_order must be True"):
         StreamDataLoader(dataset, in_order=False)
-    StreamDataLoader(dataset, batch_size=None, shuffle=None, in_order=True)
+    StreamDataLoader(dataset, batch_size=None, shuffle=None, drop_last=False, in_order=True)
+    StreamDataLoader(dataset, shuffle=False, sampler=None)
     with pytest.raises(ConfigError, match="collate_fn must be a function"):
         shards.of(stream).to_torch_dataset(collate_fn=3)
     with pytest.raises(ConfigError, match="dtypes must not be given"):
@@ -390,8 +394,47 @@ def test_what_a_loader_cannot_serve_is_refused(shards, stream):
         shards.of(stream).to_torch_dataset(batch_size=24)
     on_gpu = stream.map_batches(double, num_gpus=1, batch_size=4)
     loader = StreamDataLoader(shards.of(on_gpu).to_torch_dataset(), num_workers=1)
-    with pytest.raises(ConfigError, match=r"run transforms themselves, but double asks for num_gpus.*num_workers=0"):
-        iter(loader)
+    for each in (loader, DataLoader(loader.dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")):
+        with pytest.raises(
+            ConfigError, match=r"run transforms themselves, but double asks for num_gpus.*num_workers=0"
+        ):
+            iter(each)
+        assert loader.epoch == 0
+        assert loader.state_dict()["samples_consumed_per_split"] == 0  # nothing is handed out
+
+
+def test_what_cannot_start_takes_no_epoch(shards, stream, oracle, monkeypatch):
+    """Refused for its transforms or its pickling, or with workers that do not start or have died; the epoch is read then."""
+    lock = threading.Lock()
+    shard = shards.of(stream)
+    unpicklable = StreamDataLoader(shard.to_torch_dataset(collate_fn=lambda batch: lock), num_workers=1)
+    loader = StreamDataLoader(shard.to_torch_dataset(), num_workers=1, persistent_workers=True)
+
+    def is_dead(iterator: Any, loader: Any) -> None:
+        raise RuntimeError("DataLoader worker exited unexpectedly")
+
+    def not_started(loader: Any) -> Any:
+        raise OSError("no more processes")
+
+    def fails(loader: StreamDataLoader, kind: type[Exception], text: str) -> None:
+        before = loader.state_dict()
+        with pytest.raises(kind, match=text):
+            iter(loader)
+        assert loader.state_dict() == before
+
+    fails(unpicklable, ConfigError, "must be picklable")
+    monkeypatch.setattr(DataLoader, "_get_iterator", not_started)
+    fails(loader, OSError, "no more processes")
+    monkeypatch.setattr(DataLoader, "_get_iterator", lambda loader: InThisProcess(loader))
+    assert [ids_of(batch) for batch in loader] == [step.tolist() for step in oracle.epoch(0)]
+    with monkeypatch.context() as broken:
+        broken.setattr(InThisProcess, "_reset", is_dead)
+        fails(loader, RuntimeError, "exited unexpectedly")
+        started = InThisProcess.started
+    assert [ids_of(batch) for batch in loader] == [step.tolist() for step in oracle.epoch(1)]
+    assert InThisProcess.started == started + 1  # others, in place of the dead one
+    assert ids_of(next(iter(loader))) == oracle.epoch(2)[0].tolist()
+    assert loader._feed[1]._pass.item() == NO_PASS  # workers wait for no read of it
 
 
 def test_a_stream_and_its_shard_are_asked_alike():

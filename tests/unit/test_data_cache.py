@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -675,6 +676,22 @@ def test_what_a_clone_has_of_another_table_is_not_cached(folder: Path, tmp_path:
     parts = cached_parts(lance.dataset(path), COLUMNS)
     assert [files is not None for files in parts.of_fragment] == [False] * 7 + [True]
     assert len(parts.files) == 1
+
+
+@pytest.mark.parametrize("text", ["cannot schedule new futures after interpreter shutdown", "no more threads"])
+def test_filling_ends_without_a_word_when_python_does(
+    cached: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    """Python lets pools go before it tells the cache, in a DataLoader worker as elsewhere."""
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError(text)
+
+    monkeypatch.setattr(cache_filling, "ThreadPoolExecutor", Pool)
+    table = begun(cached())
+    wait(lambda: bool(warnings(caplog)) or not table._thread.is_alive())
+    assert [text in each for each in warnings(caplog)] == ([] if "shutdown" in text else [True])
 
 
 def test_the_bar_begins_after_a_moment(cached: Make, monkeypatch: pytest.MonkeyPatch) -> None:

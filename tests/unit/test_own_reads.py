@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -32,15 +34,18 @@ from ray_lance_stream import (
     TransformError,
     feed,
     lance_stream,
-    own_reads,
+    own_read,
+    watch,
 )
 from ray_lance_stream.columns import TensorCollateFn
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.cursor import Position
+from ray_lance_stream.doing import READING, TRANSFORMING
 from ray_lance_stream.feed import Feed, Told
 from ray_lance_stream.own_reads import NumpyFunction, OwnReads, PassSpec
 from ray_lance_stream.reader import ChunkInfo
 from ray_lance_stream.row_lists import driver_lists
+from ray_lance_stream.sendable import sendable
 from ray_lance_stream.splits import RankShare
 from ray_lance_stream.torch_dataset import StreamDataset
 from ray_lance_stream.transform import in_one_process
@@ -160,13 +165,13 @@ def test_chunks_hold_several_batches_within_the_bytes_of_the_rank(path, monkeypa
     """What all workers hold together is bounded, however many there are."""
     held: dict[int, int] = {}
 
-    def watched(request, plan):
-        table, info = read(request, plan)
+    def watched(request, plan, tell):
+        table, info = read(request, plan, tell)
         held[int(request.who[-1])] = max(held.get(int(request.who[-1]), 0), info.size_bytes)
         return table, info
 
-    read = own_reads.read_chunk
-    monkeypatch.setattr(own_reads, "read_chunk", watched)
+    read = own_read.read_chunk
+    monkeypatch.setattr(own_read, "read_chunk", watched)
     stream = lance_stream(path, num_splits=NUM_SPLITS)
     batch_bytes = NUM_SPLITS * stream._plan.row_bytes
     for num_workers in (1, 2, 4):
@@ -190,7 +195,7 @@ def test_each_chunk_is_told_with_its_first_batch(path):
 
 def test_the_next_chunk_is_read_while_one_is_handed_out(path, monkeypatch):
     calls, is_second = [], threading.Event()
-    read = own_reads.read_chunk
+    read = own_read.read_chunk
 
     def watched(*args):
         calls.append(args)
@@ -198,7 +203,7 @@ def test_the_next_chunk_is_read_while_one_is_handed_out(path, monkeypatch):
             is_second.set()
         return read(*args)
 
-    monkeypatch.setattr(own_reads, "read_chunk", watched)
+    monkeypatch.setattr(own_read, "read_chunk", watched)
     stream = lance_stream(path, num_splits=NUM_SPLITS)
     reads = iter(OwnReads(spec_of(stream, NUM_SPLITS, read_batch_size=5), Position(0), 0, 1))
     next(reads)
@@ -297,7 +302,7 @@ def test_lists_of_rows_come_along_in_shared_memory(path, options, as_worker, tmp
     found = []
     for worker in range(2):
         as_worker(worker, 2)
-        found.append([batch["id"].tolist() for batch in made.batches()])
+        found.append([batch["id"].tolist() for batch in copy(made).batches()])
     assert list(in_order(found)) == expected(stream, spec, Position(1))
 
 
@@ -306,12 +311,23 @@ def test_a_pass_of_a_plain_loader_is_delivered_once(path, as_worker):
     made = Feed(spec_of(stream, 24), Position(0), told=False, once=True)
     for worker in (1, 0):
         as_worker(worker, 2)
-        assert len(list(made.batches())) == 10
-    again = made.batches()  # raises nothing yet: a worker that goes on would end without a word
+        assert len(list(copy(made).batches())) == 10
+    again = copy(made).batches()  # raises nothing yet: a worker that goes on would end without a word
     with pytest.raises(
-        IterationError, match=r"begun before.*set_epoch\(epoch\) before each pass, or use StreamDataLoader"
+        IterationError, match=r"begun before.*set_epoch\(epoch\) before each pass.*or use StreamDataLoader"
     ):
         next(again)
+
+
+def test_workers_of_a_plain_loader_that_persist_deliver_one_pass(path, as_worker):
+    """Of an evaluation stream too: they do not hear of its epoch."""
+    made = Feed(spec_of(lance_stream(path, num_splits=NUM_SPLITS), 24), Position(0), told=False, once=False)
+    as_worker(1, 2)
+    assert len(list(copy(made).batches())) == len(list(copy(made).batches())) == 10  # in processes of their own
+    made_again = copy(made)
+    list(made_again.batches())
+    with pytest.raises(IterationError, match="leave persistent_workers=True out, since such workers do not hear of it"):
+        next(made_again.batches())
 
 
 def test_a_stream_data_loader_is_told_what_came_and_what_failed(path, as_worker):
@@ -339,11 +355,11 @@ def test_what_comes_with_a_batch_is_left_alone_by_torch():
 def test_workers_that_persist_are_told_where_to_begin(path, as_worker):
     stream = lance_stream(path, num_splits=NUM_SPLITS)
     spec = spec_of(stream, 24)
-    made = Feed(spec, Position(0), told=False, once=False)
+    made = Feed(spec, Position(0), told=True, once=False)
     as_worker(0, 1)
     for start in (Position(0), Position(2, 7), Position(1, 3, partial_rows=5)):
         made.begin_at(start)
-        assert [batch["id"].tolist() for batch in made.batches()] == expected(stream, spec, start)
+        assert [told.batch["id"].tolist() for told in made.batches()] == expected(stream, spec, start)
 
 
 def test_a_dataset_in_a_worker_has_no_position(path):
@@ -372,6 +388,138 @@ def test_an_error_that_cannot_be_pickled_is_left_to_torch(path, as_worker):
     as_worker(0, 1)
     with pytest.raises(Unpicklable, match="no way"):
         list(Feed(spec_of(stream, 24, collate_fn=NumpyFunction(fail)), Position(0), told=True, once=False).batches())
+
+
+class Sent:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_batch_that_cannot_be_pickled_is_an_error_and_no_hang(path, as_worker, told):
+    """torch's queue would drop it. Any batch, not only the first one; tensors and arrays cost nothing."""
+    kind = type("Sent", (), {})  # as a class of a script comes into a worker: another one than its module has
+    kind.__module__ = __name__
+
+    def collate(batch: dict[str, np.ndarray]) -> Any:
+        values = {"id": torch.tensor(batch["id"]), "array": batch["vec"]}
+        return kind() if 100 in batch["id"] else Sent(values)
+
+    stream = lance_stream(path, num_splits=NUM_SPLITS, shuffle=False)
+    as_worker(0, 1)
+    batches = Feed(spec_of(stream, 24, collate_fn=NumpyFunction(collate)), Position(0), told=told, once=False).batches()
+    found: list[Any] = []
+    text = (
+        r"picklable to leave a DataLoader worker, which this Sent .* not the same object.*in a module that is imported"
+    )
+
+    def collect() -> None:
+        for each in batches:
+            if told and each.failure is not None:
+                raise each.failure[0]
+            found.append(each.batch if told else each)
+
+    with pytest.raises(ConfigError, match=text):
+        collect()
+    assert found
+    assert all(isinstance(each.value["id"], torch.Tensor) for each in found)
+
+
+def test_what_a_batch_may_hold():
+    rows = np.zeros((1000, 1000))
+    batch = {"a": rows, "b": [torch.zeros(3), "text", None], "c": Sent(torch.ones(2))}
+    assert sendable(batch) is batch
+    for value in (threading.Lock(), np.array([threading.Lock()]), torch.ones(1, requires_grad=True) * 2):
+        with pytest.raises(ConfigError, match="must be picklable to leave a DataLoader worker"):
+            sendable({"x": value})
+
+
+# ---- waiting for a read
+
+
+@pytest.fixture
+def stuck(monkeypatch) -> Iterator[threading.Event]:
+    """Reads that end when it is set."""
+    goes_on = threading.Event()
+    read = own_read.read_chunk
+
+    def slow(request, plan, tell):
+        tell(READING)
+        goes_on.wait(60)
+        return read(request, plan, tell)
+
+    monkeypatch.setattr(own_read, "read_chunk", slow)
+    monkeypatch.setattr(own_read, "LOOK_S", 0.01)
+    yield goes_on
+    goes_on.set()
+
+
+def test_a_read_that_hangs_is_told_and_given_up(path, stuck, caplog):
+    spec = spec_of(lance_stream(path, num_splits=NUM_SPLITS), 24, stall_warn_s=0.1, read_timeout_s=0.4)
+    text = r"rank 0, DataLoader worker 1: no progress for . s of a read, which has been reading for .*: batches .* version \d+$"
+    with pytest.raises(ReadError, match=text):
+        next(iter(OwnReads(spec, Position(0), 1, 2)))
+    told = [record.message for record in caplog.records if record.name == watch.__name__]
+    assert len(told) == 1
+    assert told[0].startswith(
+        "still waiting after 0 s for a read, which has been reading for 0 s: batches of a DataLoader"
+    )
+
+
+def test_the_time_of_transforms_is_no_limit(path, monkeypatch):
+    def slow(request, plan, tell):
+        found = read(request, plan, tell)
+        tell(TRANSFORMING)
+        time.sleep(0.6)
+        return found
+
+    read = own_read.read_chunk
+    monkeypatch.setattr(own_read, "read_chunk", slow)
+    monkeypatch.setattr(own_read, "LOOK_S", 0.01)
+    spec = spec_of(lance_stream(path, num_splits=NUM_SPLITS), 480, read_timeout_s=0.3)
+    assert len(list(OwnReads(spec, Position(0), 0, 1))) == 1
+
+
+def test_a_worker_does_not_wait_for_a_read_that_nobody_wants(path, stuck, as_worker):
+    made = Feed(spec_of(lance_stream(path, num_splits=NUM_SPLITS), 24), Position(0), told=True, once=False)
+    as_worker(0, 1)
+    batches = made.batches()
+    threading.Timer(0.1, made.end).start()
+    assert list(batches) == []
+    assert list(made.batches()) == []  # begun too late
+    made.begin_at(Position(0))
+    stuck.set()
+    assert len(list(made.batches())) == 20
+
+
+def test_a_worker_that_waits_ends_with_its_parent(path, stuck, monkeypatch):
+    class GoneError(Exception):
+        pass
+
+    def leave(code: int) -> None:
+        assert code == 1
+        raise GoneError
+
+    monkeypatch.setattr(watch, "ALIVE_S", 0.05)
+    monkeypatch.setattr(own_read.os, "_exit", leave)
+    monkeypatch.setattr(own_read.multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: False))
+    spec = spec_of(lance_stream(path, num_splits=NUM_SPLITS), 24)
+    with pytest.raises(GoneError):
+        next(iter(OwnReads(spec, Position(0), 0, 1)))
+
+
+def test_a_process_ends_while_a_read_hangs(stuck, monkeypatch):
+    """Lance would abort it where Python ends below a read."""
+    left: list[int] = []
+    monkeypatch.setattr(own_read.os, "_exit", left.append)
+    monkeypatch.setattr(own_read, "EXIT_S", 0.01)
+    read = own_read.OwnRead(SimpleNamespace(key="a read"), None)
+    own_read._leave_reads()
+    assert left == []  # no worker of a DataLoader
+    monkeypatch.setattr(own_read.multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
+    own_read._leave_reads()
+    assert left == [0]
+    assert not read.ends_within(0)
 
 
 def test_what_cannot_travel_is_refused(path):

@@ -213,6 +213,19 @@ def test_cursor_after_a_break_goes_to_the_next_epoch_but_keeps_its_state():
     assert cursor.next_start == Position(4)
 
 
+def test_cursor_after_a_pass_that_could_not_start_is_where_the_pass_would_have_begun():
+    grid, block = SplitGrid(96, 48), SplitBlock(0, 48)
+    cursor = Cursor(Position(4, 1), "old")
+    cursor.begin(EpochWalk(grid, block, Position(4, 1)), "new")
+    cursor.take_back()
+    assert (cursor.where, cursor.live, cursor.next_start) == ((Position(4, 1), "old"), False, Position(4, 1))
+    cursor.begin(EpochWalk(grid, block, Position(4, 1)))
+    cursor.leave()
+    cursor.begin(EpochWalk(grid, block, Position(5)))
+    cursor.take_back()
+    assert cursor.next_start == Position(5)
+
+
 def test_cursor_set_epoch_keeps_a_resumed_position():
     cursor = Cursor(Position(3, 7))
     cursor.set_epoch(3)
