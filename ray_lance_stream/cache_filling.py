@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as futures_wait
 from functools import partial
 from itertools import groupby
@@ -113,7 +113,7 @@ class Filling:
             for file, pieces in groupby(self._ahead(batch, asked), key=lambda piece: piece[0]):
                 try:
                     self._files.write(file, (bar.seen(self._awaited(future)) for _, future in pieces))
-                except ReadError as error:
+                except (ReadError, CancelledError) as error:
                     if self._closed.is_set():
                         return
                     self._failed(error)
@@ -126,7 +126,7 @@ class Filling:
             # Lance must not run in a process that is taken down: what was asked for ends first, unless its store hangs.
             futures_wait([future for _, future in asked], _LAST_S)
 
-    def _failed(self, error: ReadError) -> None:
+    def _failed(self, error: Exception) -> None:
         self._failures += 1
         self._told_failures += 1
         if self._told_failures <= _MAX_FAILURES:
@@ -140,7 +140,7 @@ class Filling:
     def _awaited(self, future: Future[bytes]) -> bytes:
         while not futures_wait([future], _CLOSED_LOOK_S).done:
             if self._closed.is_set():
-                raise ReadError(f"the cache of table {self._name} was closed")
+                raise CancelledError
         return future.result()
 
     def _ahead(

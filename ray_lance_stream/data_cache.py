@@ -133,8 +133,9 @@ class CachedTable:
                         next_s = time.monotonic() + wait_s
                 begun_s = time.monotonic()
                 self._look(view, parts, wanted, folders)
+                look_s = (time.monotonic() - begun_s) / _LOOK_SHARE
                 self._rows.verify()
-                self._closed.wait(max(_LOOK_S, (time.monotonic() - begun_s) / _LOOK_SHARE))
+                self._closed.wait(max(_LOOK_S, look_s))
 
     def _is_left(self) -> bool:
         """Whether nobody reads from it any more."""
@@ -155,6 +156,7 @@ class CachedTable:
             self._good.add(file.name)
             if not self._is_left() and time.monotonic() - shown_s > _LOOK_S:
                 self._show(view, parts)
+                self._rows.verify()
                 shown_s = time.monotonic()
 
         with filling(self._files.folder) as is_filling:  # else another version is being downloaded
