@@ -435,6 +435,30 @@ def test_a_process_that_ends_while_it_downloads_waits_for_no_read(cached: Make, 
     assert b"WARNING" not in said, said
 
 
+def test_a_table_that_is_closed_lets_its_files_go_though_the_store_hangs(
+    cached: Make, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache_filling, "_LAST_S", 0.1)
+    ref = cached()
+    ref.open()
+    begun_s = time.monotonic()
+
+    def hang(request: Any) -> str:
+        if request.is_data:
+            proxy.delay_s = 15.0
+        return PASS
+
+    proxy.fault = hang
+    table = begun(ref)
+    wait(lambda: proxy.data_requests > 0)
+    table.close()
+    table.join(10)
+    assert not table._thread.is_alive()
+    assert time.monotonic() - begun_s < 10
+    assert not [path for path in files_in(tmp_path / "cache") if path.parent.name == "users" or path.suffix == ".part"]
+    assert warnings(caplog) == []
+
+
 def test_a_table_that_nobody_reads_is_let_go(cached: Make, tmp_path: Path) -> None:
     table = filled(cached())
     table.used_s -= data_cache.IDLE_S
