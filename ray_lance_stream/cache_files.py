@@ -3,10 +3,11 @@
     <cache_dir>/ray_lance_stream/
       room.lock                        held while room is made, and while files are reserved
       <table>/                         a hash of the table's URI without secrets
-        fill.lock                      held by the one process that downloads
+        fill.lock                      held by the one process that downloads, as long as it does
         data/<name>                    data files, shared by all versions of the table; `<name>.part` is being written
         checks/<name>                  size and checksum of a data file, and what it looked like when it was last checked
-        versions/<manifest>/           what Lance opens: manifest and deletion files of a version, and a link to data/
+        versions/<view>/               what Lance opens: manifest and deletion files of a version, and a link to data/;
+                                       locked by the one process that downloads its files, also between attempts
         users/<id>                     names of the files that a process reads; locked as long as it lives
 
 A file is written beside its place and renamed into it, so that none is there in part. It is read only while it looks as
@@ -25,6 +26,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ray_lance_stream.cache_locks import files_below, filling, in_use
 from ray_lance_stream.cache_parts import PART, CachedFile
 from ray_lance_stream.cache_spec import CacheSpec
 
@@ -53,9 +55,13 @@ class TableFiles:
         for name in ("data", "checks", "versions", "users"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
-    def view(self, manifest: bytes) -> Path:
-        """The folder that Lance opens as the version with that manifest; another one after a start of the machine."""
-        return self.folder / "versions" / _hashed(manifest + _boot().encode())
+    def view(self, manifest: bytes, files: Iterable[CachedFile]) -> Path:
+        """The folder that Lance opens as the version with that manifest, for fragments that lie in these files.
+
+        It is another one after a start of the machine.
+        """
+        names = "\n".join(file.name for file in files)
+        return self.folder / "versions" / _hashed(manifest + f"{_boot()}\n{names}".encode())
 
     @contextmanager
     def used(self, files: Collection[CachedFile], view: Path) -> Iterator[None]:
@@ -75,12 +81,6 @@ class TableFiles:
             path.unlink(missing_ok=True)
             mark.close()
 
-    @contextmanager
-    def filling(self) -> Iterator[bool]:
-        """Whether this process is the one that downloads; what one left that died is cleared away."""
-        with _filling(self.folder) as is_filling:
-            yield is_filling
-
     def is_good(self, file: CachedFile) -> bool:
         """Whether a file is there and looks as it did when it was checked."""
         looks = _looks(self._data(file.name), file.size)
@@ -88,19 +88,34 @@ class TableFiles:
 
     def names(self) -> set[str]:
         """The names of the data files that are there, whether good or not."""
-        folder = self.folder / "data"
-        return {path.relative_to(folder).as_posix() for path in _files(folder) if not path.name.endswith(PART)}
+        found: set[str] = set()
+        for root, _, names in os.walk(self.folder / "data"):
+            below = os.path.relpath(root, self.folder / "data")
+            found.update(names if below == "." else (f"{below}/{name}" for name in names))
+        return {name for name in found if not name.endswith(PART)}
+
+    def folders(self, files: Iterable[CachedFile]) -> set[Path]:
+        """Those whose times change when one of the files becomes good."""
+        return {path for file in files for path in (self._data(file.name).parent, self._check(file.name).parent)}
 
     def check(self, file: CachedFile) -> bool:
         """Whether a file is there and has its checksum; one that has not is removed. Reads all of it."""
-        path = self._data(file.name)
-        if not path.exists():
-            return False
-        if _digest(path) == self._recorded(file.name).get("digest") and path.stat().st_size == file.size:
+        if self.is_whole(file):
             self._record(file, self._recorded(file.name)["digest"])
             return True
-        path.unlink()
+        self._data(file.name).unlink(missing_ok=True)
         return False
+
+    def is_whole(self, file: CachedFile) -> bool:
+        """Whether a file is there and has its checksum. Reads all of it."""
+        path = self._data(file.name)
+        if _size(path) != file.size:
+            return False
+        return _digest(path) == self._recorded(file.name).get("digest")
+
+    def forget(self, file: CachedFile) -> None:
+        """Drop the checksum of a file, so that it is good no more, and the next one who fills downloads it again."""
+        self._check(file.name).unlink(missing_ok=True)
 
     def reserve(self, files: Sequence[CachedFile]) -> int:
         """Make room for files, and say how many of them, from the first on, fit.
@@ -109,11 +124,13 @@ class TableFiles:
         """
         with self._making_room():
             found = list(self._removable())
-            total = sum(_size(path) for table in self._tables() for path in _files(table / "data"))
+            paths = [path for table in self._tables() for path in files_below(table / "data")]
+            total = sum(_size(path) for path in paths)
             disk = shutil.disk_usage(self.folder)
-            limit = total + disk.free - int(FREE_SHARE * disk.total)
+            free = disk.free - sum(_unwritten(path) for path in paths if path.name.endswith(PART))
+            limit = total + free - int(FREE_SHARE * disk.total)
             if self._spec.max_bytes is not None:
-                limit = min(self._spec.max_bytes, total + disk.free)
+                limit = min(self._spec.max_bytes, total + free)
             found.sort(key=lambda removable: removable[0], reverse=True)
             for number, file in enumerate(files):
                 while total + file.size > limit and found:
@@ -186,49 +203,18 @@ class TableFiles:
         """(last use, data file, its check) of the files that nobody uses; views that nobody uses go at once."""
         for table in self._tables():
             if table != self.folder:
-                with _filling(table):
+                with filling(table):
                     pass
-            views, names = _in_use(table / "users")
+            views, names = in_use(table / "users")
             if not views:
                 for view in (table / "versions").glob("*"):
                     shutil.rmtree(view, ignore_errors=True)
-            for path in _files(table / "data"):
+            for path in files_below(table / "data"):
                 name = path.relative_to(table / "data").as_posix()
                 if name not in names and not name.endswith(PART):
                     check = table / "checks" / name
                     with suppress(OSError):
                         yield (check if check.exists() else path).stat().st_mtime, path, check
-
-
-@contextmanager
-def _filling(table: Path) -> Iterator[bool]:
-    with (table / "fill.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        for path in _files(table / "data"):
-            if path.name.endswith(PART):
-                path.unlink(missing_ok=True)
-        yield True
-
-
-def _in_use(users: Path) -> tuple[set[str], set[str]]:
-    """(views, names of data files) that living processes use; the marks of others are removed."""
-    views: set[str] = set()
-    names: set[str] = set()
-    for path in users.glob("*"):
-        with suppress(OSError, ValueError, KeyError), path.open() as mark:
-            try:
-                fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                found = json.load(mark)
-                views.add(found["view"])
-                names.update(found["files"])
-            else:
-                path.unlink()
-    return views, names
 
 
 def _looks(path: Path, size: int) -> str | None:
@@ -266,7 +252,18 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for root, _, names in os.walk(folder):
-        for name in names:
-            yield Path(root, name)
+def _unwritten(path: Path) -> int:
+    """Bytes of a reserved file that the disk still counts as free."""
+    with suppress(OSError):
+        status = path.stat()
+        return max(0, status.st_size - 512 * status.st_blocks)
+    return 0
+
+
+def newest_ns(folders: Iterable[Path]) -> int:
+    """When a file was last put into one of the folders, or taken out of it."""
+    times = [0]
+    for folder in folders:
+        with suppress(OSError):
+            times.append(folder.stat().st_mtime_ns)
+    return max(times)

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import threading
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import wait as futures_wait
+from functools import partial
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import ray
 
 from ray_lance_stream.cache_files import TableFiles
-from ray_lance_stream.cache_parts import CachedFile, CachedParts, manifest_names
+from ray_lance_stream.cache_parts import CachedFile
+from ray_lance_stream.cache_stored import StoredFiles
 from ray_lance_stream.errors import ReadError
-from ray_lance_stream.failures import guarded, is_refusal, secrets_of
-from ray_lance_stream.storage_options import current_options, renewal_time_s, with_retries
-from ray_lance_stream.table import TableRef
-
-if TYPE_CHECKING:
-    from lance.file import LanceFileSession
+from ray_lance_stream.failures import attempt
 
 logger = logging.getLogger(__name__)
 
@@ -36,87 +30,8 @@ _RESERVED_FILES = 64
 _RESERVED_BYTES = 2**30
 _MAX_FAILURES = 3  # in a row
 _PROGRESS_DELAY_S = 1.5
-
-
-class StoredFiles:
-    """The files of a table in its object store, read by Lance, with the storage options of the table.
-
-    Args:
-        ref: the table.
-    """
-
-    def __init__(self, ref: TableRef) -> None:
-        self._ref = ref
-        self._lock = threading.Lock()
-        self._session: LanceFileSession | None = None
-        self._renew_at_s = 0.0
-        self._secrets: set[str] = set()
-
-    def read(self, path: str, start: int, size: int) -> bytes:
-        """Bytes of a file.
-
-        Raises:
-            ReadError: they cannot be read.
-        """
-        return self._tried(lambda session: session.read_range(path, start, size), path)
-
-    def download(self, path: str, to: Path) -> None:
-        """A small file.
-
-        Raises:
-            ReadError: it cannot be read.
-        """
-        self._tried(lambda session: session.download_file(path, str(to)), path)
-
-    def _tried(self, ask: Callable[[LanceFileSession], Any], path: str) -> Any:
-        session = self._opened()
-        action = f"{path} of table {self._ref.identity} cannot be read"
-        try:
-            return guarded(lambda: ask(session), action, ReadError, self._secrets)
-        except ReadError as error:
-            if not callable(self._ref.storage_options) or not is_refusal(str(error)):
-                raise
-        again = self._opened(instead_of=session)
-        return guarded(lambda: ask(again), action, ReadError, self._secrets)
-
-    def _opened(self, instead_of: LanceFileSession | None = None) -> LanceFileSession:
-        """The session, made anew before its options expire or where they were refused."""
-        from lance.file import LanceFileSession
-
-        with self._lock:
-            if self._session is None or self._session is instead_of or time.time() >= self._renew_at_s:
-                uri, options = self._ref.uri, current_options(self._ref.storage_options)
-                self._secrets = secrets_of(uri, options)
-                self._renew_at_s = renewal_time_s(options)
-                with_all = with_retries(uri, options) or None
-                action = f"table {self._ref.identity} cannot be opened"
-                self._session = guarded(lambda: LanceFileSession(uri, with_all), action, ReadError, self._secrets)
-            return self._session
-
-
-def make_view(view: Path, version: int, parts: CachedParts, stored: StoredFiles) -> None:
-    """Bring the manifest and the deletion files of a version into the folder that Lance opens.
-
-    Raises:
-        ReadError: they cannot be read.
-        OSError: they cannot be written.
-    """
-    part = view.with_name(f"{view.name}.{uuid.uuid4().hex}")
-    try:
-        for name in ("_versions", "_deletions"):
-            (part / name).mkdir(parents=True)
-        newer, older = (f"_versions/{name}" for name in manifest_names(version))
-        try:
-            stored.download(newer, part / newer)
-        except ReadError:
-            (part / newer).unlink(missing_ok=True)
-            stored.download(older, part / older)
-        for path in parts.deletions:
-            stored.download(path, part / path)
-        (part / "data").symlink_to(Path("..", "..", "data"))
-        os.replace(part, view)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+_CLOSED_LOOK_S = 0.5
+_LAST_S = 4.0
 
 
 class Filling:
@@ -134,24 +49,34 @@ class Filling:
         self, files: TableFiles, stored: StoredFiles, wanted: Sequence[CachedFile], name: str, closed: threading.Event
     ) -> None:
         self._files = files
-        self.stored = stored
+        self._stored = stored
         self._wanted = wanted
         self._name = name
         self._closed = closed
-        self._failures = 0
+        self._failures = 0  # of this run, in a row
+        self._told_failures = 0  # since a file was downloaded
         self._told = False
 
-    def run(self, on_good: Callable[[CachedFile], None]) -> None:
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the last run ended because downloads failed."""
+        return self._failures >= _MAX_FAILURES
+
+    def run(self, done: Collection[str], on_good: Callable[[CachedFile], None]) -> None:
         """Check what is there, and download the rest, as far as there is room. May be tried again: there may be more then.
 
         Args:
-            on_good: is told each file that is good.
+            done: names of files that are good already.
+            on_good: is told each other file that is good.
 
         Raises:
             OSError: the disk cannot be written to.
         """
+        self._failures = 0
         missing: deque[CachedFile] = deque()
         for file in self._wanted:
+            if file.name in done:
+                continue
             if self._closed.is_set():
                 return
             if self._files.is_good(file) or self._files.check(file):
@@ -159,7 +84,7 @@ class Filling:
             else:
                 missing.append(file)
         with _Bar(f"caching {self._name}", sum(file.size for file in missing)) as bar:
-            while missing and self._failures < _MAX_FAILURES and not self._closed.is_set():
+            while missing and not self.has_given_up and not self._closed.is_set():
                 batch = _next_batch(missing)
                 count = self._files.reserve(batch)
                 try:
@@ -183,46 +108,72 @@ class Filling:
         )
 
     def _download(self, batch: list[CachedFile], on_good: Callable[[CachedFile], None], bar: _Bar) -> None:
-        pool = ThreadPoolExecutor(PIECES_AT_A_TIME, thread_name_prefix="fill cache")
+        asked: deque[tuple[CachedFile, Future[bytes]]] = deque()
         try:
-            for file, pieces in groupby(self._ahead(batch, pool), key=lambda piece: piece[0]):
+            for file, pieces in groupby(self._ahead(batch, asked), key=lambda piece: piece[0]):
                 try:
-                    self._files.write(file, (bar.seen(future.result()) for _, future in pieces))
-                except ReadError as error:
-                    self._failures += 1
-                    logger.warning(
-                        "a data file is not cached, and read from the object store (%d of %d in a row): %s",
-                        self._failures,
-                        _MAX_FAILURES,
-                        error,
-                    )
-                    if self._failures >= _MAX_FAILURES:
+                    self._files.write(file, (bar.seen(self._awaited(future)) for _, future in pieces))
+                except (ReadError, CancelledError) as error:
+                    if self._closed.is_set():
+                        return
+                    self._failed(error)
+                    if self.has_given_up:
                         return
                 else:
-                    self._failures = 0
+                    self._failures = self._told_failures = 0
                     on_good(file)
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            # Lance must not run in a process that is taken down: what was asked for ends first, unless its store hangs.
+            futures_wait([future for _, future in asked], _LAST_S)
 
-    def _ahead(self, batch: list[CachedFile], pool: ThreadPoolExecutor) -> Iterator[tuple[CachedFile, Future[bytes]]]:
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        self._told_failures += 1
+        if self._told_failures <= _MAX_FAILURES:
+            logger.warning(
+                "a data file is not cached, and read from the object store (%d of %d in a row): %s",
+                self._failures,
+                _MAX_FAILURES,
+                error,
+            )
+
+    def _awaited(self, future: Future[bytes]) -> bytes:
+        while not futures_wait([future], _CLOSED_LOOK_S).done:
+            if self._closed.is_set():
+                raise CancelledError
+        return future.result()
+
+    def _ahead(
+        self, batch: list[CachedFile], asked: deque[tuple[CachedFile, Future[bytes]]]
+    ) -> Iterator[tuple[CachedFile, Future[bytes]]]:
         """The pieces of the files one after the other, some of them asked for in advance."""
-        asked: deque[tuple[CachedFile, Future[bytes]]] = deque()
         for file in batch:
             for start in range(0, file.size, PIECE_BYTES):
                 if self._closed.is_set():
                     return
                 size = min(PIECE_BYTES, file.size - start)
-                try:
-                    piece = pool.submit(self.stored.read, f"data/{file.name}", start, size)
-                except RuntimeError as error:
-                    if "shutdown" not in str(error):
-                        raise
-                    self._closed.set()  # Python ends, and its pools before the cache is told
-                    return
-                asked.append((file, piece))
-                if len(asked) > PIECES_AT_A_TIME:
-                    yield asked.popleft()
-        yield from asked
+                asked.append((file, _begun(partial(self._stored.read, f"data/{file.name}", start, size))))
+                if len(asked) >= PIECES_AT_A_TIME:
+                    yield asked[0]
+                    asked.popleft()
+        while asked:
+            yield asked[0]
+            asked.popleft()
+
+
+def _begun(ask: Callable[[], bytes]) -> Future[bytes]:
+    """What `ask` returns, from a thread of its own: a daemon, since a process that ends would wait for those of executors."""
+    future: Future[bytes] = Future()
+
+    def run() -> None:
+        found, failure = attempt(ask)
+        if failure is not None:
+            future.set_exception(failure)
+        else:
+            future.set_result(cast(bytes, found))
+
+    threading.Thread(target=run, name="fill cache", daemon=True).start()
+    return future
 
 
 def _next_batch(missing: deque[CachedFile]) -> list[CachedFile]:

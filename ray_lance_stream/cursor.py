@@ -211,8 +211,7 @@ class Cursor:
 
     * an open position inside epoch e stays: `set_epoch(shard.epoch)` after a resume must not undo the resume.
 
-    A *source* is what rows are of, a version of the table, which may be another one in the next pass. It is kept here
-    so that position and source can be asked for as one.
+    A *source* is what rows are of, a version of the table: kept here, so that it and the position can be asked for as one.
 
     Args:
         position: where the first pass begins.
@@ -236,8 +235,7 @@ class Cursor:
     @property
     def where(self) -> tuple[Position, Any]:
         """(where the loop is, source of the last row that it has received)."""
-        place = self._place
-        return place.position, place.received_source
+        return (place := self._place).position, place.received_source
 
     @property
     def done(self) -> tuple[int, tuple[CycleRange, ...]]:
@@ -262,16 +260,14 @@ class Cursor:
         """The loop has received `rows` more rows of the running pass."""
         place = self._place
         assert place.walk is not None
-        total = place.rows + rows
-        phase = _Pass.OPEN if total >= place.walk.num_rows else place.phase
-        self._place = replace(place, phase=phase, rows=total)
+        phase = _Pass.OPEN if place.rows + rows >= place.walk.num_rows else place.phase
+        self._place = replace(place, phase=phase, rows=place.rows + rows)
 
     def leave(self) -> None:
         """The running pass has ended; if that is before its last row, the loop broke out."""
-        place = self._place
-        if place.phase is _Pass.LIVE:
-            assert place.walk is not None
-            self._place = replace(place, phase=_Pass.LEFT if place.walk.num_rows else _Pass.OPEN)
+        walk = self._place.walk
+        if self.live and walk is not None:
+            self._place = replace(self._place, phase=_Pass.LEFT if walk.num_rows else _Pass.OPEN)
 
     def take_back(self) -> None:
         """The running pass, which has delivered nothing, could not start after all: the next one begins where it did."""

@@ -12,48 +12,41 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from ray_lance_stream.cache_files import TableFiles
-from ray_lance_stream.cache_filling import Filling, StoredFiles, make_view
+from ray_lance_stream.cache_files import TableFiles, newest_ns
+from ray_lance_stream.cache_filling import Filling
+from ray_lance_stream.cache_held import HeldRows
+from ray_lance_stream.cache_locks import Lead, filling
 from ray_lance_stream.cache_parts import CachedFile, CachedParts, cached_parts
 from ray_lance_stream.cache_spec import CacheSpec
+from ray_lance_stream.cache_stored import StoredFiles, make_view
 from ray_lance_stream.errors import ReadError
 from ray_lance_stream.failures import attempt
 from ray_lance_stream.table import TableRef
-from ray_lance_stream.take import restored
 
 logger = logging.getLogger(__name__)
 
 KEPT_TABLES = 2  # the version of the running epoch, and that of the next
 IDLE_S = 120.0  # after which a table gives its files up
-LOCAL_READS_AT_A_TIME = 2  # keep Lance's threads busy; more slow down the one that the loop waits for
 _LOOK_S = 1.0  # how often a reader looks what another one has downloaded, and tells what it has itself
+_LOOK_SHARE = 0.05  # of the time at most
+_SETTLED_S = 2.0  # no clock of a file system ticks less often
 _RETRY_S = 60.0  # there may be room by then
+_MAX_RETRY_S = 960.0
 _EXIT_S = 5.0
-
-
-@dataclass(frozen=True)
-class _Held:
-    """What can be read from the cache now.
-
-    Attributes:
-        table: the version, in the cache.
-        ends: int64 [F], offset after the last row of each fragment.
-        fragments: bool [F].
-    """
-
-    table: TableRef
-    ends: np.ndarray
-    fragments: np.ndarray
 
 
 class CachedTable:
     """A table version that is read through a cache. Begins to fill it at once, in a thread.
+
+    The thread ends, and lets the files go, when nothing has been read for a while: a process that reads once, as a
+    worker that stands in for another one, shall not download the table.
 
     Args:
         ref: in its object store.
@@ -65,11 +58,11 @@ class CachedTable:
         self._ref = ref
         self._columns = columns
         self._files = TableFiles(spec, ref.identity)
+        self._rows = HeldRows(ref, columns, self._files)
         self._good: set[str] = set()
-        self._failed: np.ndarray | None = None  # bool [F]
-        self._held: _Held | None = None
-        self._lock = threading.Lock()  # of the two above
-        self._turns = threading.BoundedSemaphore(LOCAL_READS_AT_A_TIME)
+        self._local: TableRef | None = None
+        self._shown = -1  # how many were good then
+        self._seen_ns = -1
         self._told = False
         self.used_s = time.monotonic()
         self._closed = threading.Event()
@@ -78,31 +71,18 @@ class CachedTable:
 
     def take(self, rows: np.ndarray) -> pa.Table:
         """See TableRef.take."""
-        held = self._held
-        if held is None or not len(rows) or rows.min() < 0 or rows.max() >= held.ends[-1]:
-            return self._ref.take(rows, self._columns)
-        holders = np.searchsorted(held.ends, rows, side="right")
-        here = held.fragments[holders]
-        if not here.any():
-            return self._ref.take(rows, self._columns)
-        with self._turns:
-            found, failure = attempt(lambda: held.table.take(rows[here], self._columns))
-        if found is None:
-            self._lost(held, holders[here], failure)
-            return self._ref.take(rows, self._columns)
-        if here.all():
-            return found
-        others = self._ref.take(rows[~here], self._columns)
-        restore = np.empty(len(rows), np.int64)
-        restore[here] = np.arange(len(found))
-        restore[~here] = len(found) + np.arange(len(others))
-        return restored(pa.concat_tables([found, others]), restore)
+        return self._rows.take(rows)
 
     @property
     def share(self) -> float:
         """Which part of the fragments is read from the cache, from 0 to 1."""
-        held = self._held
+        held = self._rows.held
         return float(held.fragments.mean()) if held is not None else 0.0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the files are let go, or will be at once."""
+        return self._closed.is_set()
 
     def close(self) -> None:
         """Stop filling, and let the files go."""
@@ -111,21 +91,6 @@ class CachedTable:
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the thread."""
         self._thread.join(timeout_s)
-
-    def _lost(self, held: _Held, holders: np.ndarray, failure: BaseException | None) -> None:
-        """Read these fragments from the object store from here on: their files are damaged, or somebody removed them."""
-        with self._lock:
-            is_first = self._failed is None
-            failed = np.zeros(len(held.ends), bool) if self._failed is None else self._failed.copy()
-            failed[holders] = True
-            self._failed = failed
-            self._held = _Held(held.table, held.ends, held.fragments & ~failed)
-        if is_first:
-            logger.warning(
-                "cached files of table %s cannot be read, so they are read from the object store: %s",
-                self._ref.identity,
-                failure,
-            )
 
     def _run(self) -> None:
         _, failure = attempt(self._keep)
@@ -149,53 +114,76 @@ class CachedTable:
         if not wanted:
             return  # of which the driver has told
         self._files.prepare()
-        view = self._files.view(dataset._ds.serialized_manifest())
-        filling = Filling(self._files, StoredFiles(self._ref), wanted, self._ref.identity, self._closed)
-        with self._files.used(wanted, view):
-            while not self._closed.is_set() and len(self._good) < len(wanted):
-                with self._files.filling() as is_filling:
-                    while is_filling and len(self._good) < len(wanted) and not self._closed.is_set():
-                        _, failure = attempt(lambda: self._fill(filling, view, parts))
-                        self._tell(failure)
-                        self._look(view, parts)
-                        if len(self._good) < len(wanted):
-                            # The lock is kept: others of the node need not try, and warn of it too. Once the disk has
-                            # failed, trying again might fill what others write to.
-                            self._closed.wait(None if isinstance(failure, OSError) else _RETRY_S)
-                self._look(view, parts)
-                self._closed.wait(_LOOK_S if len(self._good) < len(wanted) else None)
+        view = self._files.view(dataset._ds.serialized_manifest(), wanted)
+        stored = StoredFiles(self._ref)
+        downloads = Filling(self._files, stored, wanted, self._ref.identity, self._closed)
+        folders = self._files.folders(wanted)
+        next_s, wait_s = 0.0, _RETRY_S
+        with self._files.used(wanted, view), closing(Lead(view)) as lead:
+            while not self._is_left():
+                if len(self._good) < len(wanted) and time.monotonic() >= next_s:
+                    has_tried, failure = attempt(lambda: self._fill(downloads, stored, view, parts, lead))
+                    self._tell(failure)
+                    is_bad = failure is not None or downloads.has_given_up
+                    wait_s = min(2 * wait_s, _MAX_RETRY_S) if is_bad else _RETRY_S
+                    if isinstance(failure, OSError):
+                        # Trying again might fill what others write to. They need not try either, and warn of it too.
+                        next_s = float("inf")
+                    elif has_tried or is_bad:
+                        next_s = time.monotonic() + wait_s
+                begun_s = time.monotonic()
+                self._look(view, parts, wanted, folders)
+                look_s = (time.monotonic() - begun_s) / _LOOK_SHARE
+                self._rows.verify()
+                self._closed.wait(max(_LOOK_S, look_s))
 
-    def _fill(self, filling: Filling, view: Path, parts: CachedParts) -> None:
+    def _is_left(self) -> bool:
+        """Whether nobody reads from it any more."""
+        if time.monotonic() - self.used_s > IDLE_S:
+            self.close()
+        return self._closed.is_set()
+
+    def _fill(self, downloads: Filling, stored: StoredFiles, view: Path, parts: CachedParts, lead: Lead) -> bool:
+        """Make the view, which each process may, and download, if no other one does. Whether it was this one."""
         if not view.exists():
-            make_view(view, self._ref.version, parts, filling.stored)
+            make_view(view, self._ref.version, parts, stored)
+        if not lead.take():
+            return False
         shown_s = time.monotonic()
 
         def on_good(file: CachedFile) -> None:
             nonlocal shown_s
             self._good.add(file.name)
-            if time.monotonic() - shown_s > _LOOK_S:
+            if not self._is_left() and time.monotonic() - shown_s > _LOOK_S:
                 self._show(view, parts)
+                self._rows.verify()
                 shown_s = time.monotonic()
 
-        filling.run(on_good)
+        with filling(self._files.folder) as is_filling:  # else another version is being downloaded
+            if is_filling:
+                downloads.run(frozenset(self._good), on_good)
+            return is_filling
 
-    def _look(self, view: Path, parts: CachedParts) -> None:
-        """Take notice of the files that are there now."""
-        there = self._files.names()
-        for file in parts.files:
-            if file.name in there and file.name not in self._good and self._files.is_good(file):
-                self._good.add(file.name)
-        if view.exists():
+    def _look(self, view: Path, parts: CachedParts, wanted: Collection[CachedFile], folders: Collection[Path]) -> None:
+        """Take notice of the files that are there now, if there are others than before."""
+        if len(self._good) < len(wanted):
+            newest = newest_ns(folders)
+            if newest != self._seen_ns:
+                # What comes within the same tick of the clock would not be noticed: then look once more.
+                self._seen_ns = newest if time.time_ns() - newest > _SETTLED_S * 1e9 else -1
+                there = self._files.names()
+                for file in wanted:
+                    if file.name not in self._good and file.name in there and self._files.is_good(file):
+                        self._good.add(file.name)
+        if len(self._good) != self._shown and view.exists():
             self._show(view, parts)
 
     def _show(self, view: Path, parts: CachedParts) -> None:
         """Let reads take rows from the files that are good."""
-        table = self._held.table if self._held is not None else self._opened(view)
-        fragments = parts.held(self._good)
-        with self._lock:
-            if self._failed is not None:
-                fragments &= ~self._failed
-            self._held = _Held(table, parts.ends, fragments)
+        if self._local is None:
+            self._local = self._opened(view)
+        self._shown = len(self._good)
+        self._rows.show(self._local, parts, self._good)
 
     def _opened(self, view: Path) -> TableRef:
         table = TableRef(str(view), self._ref.version)
@@ -215,17 +203,16 @@ class _CachedTables:
     def of(self, ref: TableRef, columns: list[str], spec: CacheSpec) -> CachedTable:
         key = (ref.uri, ref.version, tuple(columns), spec)
         with self._lock:
+            for closed in [old for old, table in self._tables.items() if table.is_closed]:
+                del self._tables[closed]
             if key not in self._tables:
                 self._tables[key] = CachedTable(ref, columns, spec)
             found = self._tables[key]
             found.used_s = time.monotonic()
             self._tables.move_to_end(key)
-            while len(self._tables) > KEPT_TABLES or found.used_s - self._oldest().used_s > IDLE_S:
+            while len(self._tables) > KEPT_TABLES:
                 self._tables.popitem(last=False)[1].close()
             return found
-
-    def _oldest(self) -> CachedTable:
-        return next(iter(self._tables.values()))
 
     def close(self) -> None:
         """Let all go, and wait for the end of what they do: Lance must not run in a process that is taken down."""

@@ -14,7 +14,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ray_lance_stream import cache_files, cache_filling, data_cache, lance_stream
+from ray_lance_stream import cache_files, cache_filling, cache_locks, cache_stored, data_cache, lance_stream
 from ray_lance_stream.cache_files import TableFiles
+from ray_lance_stream.cache_held import Held
 from ray_lance_stream.cache_parts import CachedFile, cached_parts, manifest_names
 from ray_lance_stream.cache_spec import CacheSpec, cache_spec
 from ray_lance_stream.cursor import ChunkSpan
 from ray_lance_stream.data_cache import CachedTable, cached_tables, take_through_cache
-from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.errors import ConfigError, ReadError
 from ray_lance_stream.reader import ReadRequest, read_chunk
 from ray_lance_stream.source import table_ref, with_cache
 from ray_lance_stream.splits import SplitBlock
@@ -144,10 +144,10 @@ def test_rows_are_those_of_the_table_however_much_of_it_is_cached(cached: Make, 
     rows = rng.integers(0, LIVE, 200)  # some of them twice
     wanted = ref.take(rows, COLUMNS)
     table = filled(ref)
-    held = table._held
+    held = table._rows.held
     assert held is not None
     for share in (0.0, 0.3, 0.7, 1.0):
-        table._held = data_cache._Held(held.table, held.ends, rng.random(FILES) < share)
+        table._rows.held = Held(held.table, held.parts, rng.random(FILES) < share)
         found = taken(ref, rows)
         assert found.equals(wanted)
         assert all(column.num_chunks == 1 for column in found.columns)
@@ -198,9 +198,9 @@ def test_fields_of_structs_and_only_the_files_of_the_columns(tmp_path: Path, pro
     assert ref.cache is not None
     table = cached_tables.of(ref, columns, ref.cache)
     wait(lambda: table.share == 1)
-    held = table._held
+    held = table._rows.held
     assert held is not None
-    table._held = data_cache._Held(held.table, held.ends, np.array([True, False, True]))
+    table._rows.held = Held(held.table, held.parts, np.array([True, False, True]))
     assert take_through_cache(ref, order, columns).equals(wanted)
 
 
@@ -302,14 +302,213 @@ def test_a_file_that_cannot_be_read_is_left_out(
     assert lost in text
 
 
-def test_filling_ends_after_some_failures(cached: Make, proxy: FaultProxy, caplog: pytest.LogCaptureFixture) -> None:
+def test_filling_ends_after_some_failures_and_is_tried_again_ever_later(
+    cached: Make, proxy: FaultProxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the warnings of the first try alone."""
+    monkeypatch.setattr(data_cache, "_RETRY_S", 0.05)
+    monkeypatch.setattr(data_cache, "_LOOK_S", 0.01)
+    tried: list[tuple[float, int]] = []
+    write, run = TableFiles.write, cache_filling.Filling.run
+    written: list[str] = []
+    monkeypatch.setattr(
+        TableFiles, "write", lambda self, file, pieces: written.append(file.name) or write(self, file, pieces)
+    )
+
+    def counted(self: cache_filling.Filling, *args: Any) -> None:
+        written.clear()
+        run(self, *args)
+        tried.append((time.monotonic(), len(written)))
+
+    monkeypatch.setattr(cache_filling.Filling, "run", counted)
     ref = cached()
     ref.open()
     proxy.fault = lambda request: CUT if request.is_data else PASS
-    begun(ref)
-    wait(lambda: len(warnings(caplog)) == 3)
-    time.sleep(0.3)
+    table = begun(ref)
+    wait(lambda: len(tried) == 4)
+    assert [count for _, count in tried] == [3] * 4  # of 9 files
+    assert tried[3][0] - tried[2][0] > 1.5 * 0.2 > tried[1][0] - tried[0][0]
     assert len(warnings(caplog)) == 3
+    proxy.fault = lambda request: PASS
+    wait(lambda: table.share == 1)
+
+
+def test_a_version_that_cannot_be_downloaded_holds_up_no_other_one(
+    folder: Path, cached: Make, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_table(folder / f"two-{os.getpid()}", 100)
+    old = cached(Path(path).name)
+    lost = old.open().get_fragments()[0].data_files()[0].path
+    proxy.fault = lambda request: 403 if lost in request.path else PASS
+    first = begun(old)
+    wait(lambda: len(warnings(caplog)) == 1 and first.share > 0)
+    lance.write_dataset(lance.dataset(path).to_table(limit=10), path, mode="append")
+    second = begun(cached(Path(path).name))
+    count = len(lance.dataset(path).get_fragments())
+    wait(lambda: second.share == (count - 1) / count)
+    assert not first.is_closed
+
+
+def test_what_is_there_is_read_while_another_version_is_downloaded(cached: Make, tmp_path: Path) -> None:
+    filled(cached())
+    anew()
+    [table] = (tmp_path / "cache" / "ray_lance_stream").glob("*/")
+    for view in (table / "versions").iterdir():
+        shutil.rmtree(view)
+    with cache_locks.filling(table) as is_filling:
+        assert is_filling
+        filled(cached())
+
+
+def test_two_processes_may_make_a_view_at_once(cached: Make, tmp_path: Path) -> None:
+    ref = cached()
+    parts = cached_parts(ref.open(), COLUMNS)
+    for _ in range(2):
+        cache_stored.make_view(tmp_path / "view", ref.version, parts, cache_stored.StoredFiles(ref))
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("view")] == ["view"]
+
+
+def test_a_reader_that_waits_for_files_walks_the_folder_only_when_it_has_changed(
+    cached: Make, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_cache, "_LOOK_S", 0.02)
+    monkeypatch.setattr(data_cache, "_SETTLED_S", 0.1)
+    walked: list[float] = []
+    names = TableFiles.names
+    monkeypatch.setattr(TableFiles, "names", lambda self: walked.append(time.monotonic()) or names(self))
+    ref = cached()
+    assert ref.cache is not None
+    lost = ref.open().get_fragments()[3].data_files()[0].path
+    proxy.fault = lambda request: 403 if lost in request.path else PASS
+    tables = [CachedTable(ref, COLUMNS, ref.cache) for _ in range(2)]
+    wait(lambda: all(table.share == 8 / 9 for table in tables))
+    wait(lambda: time.monotonic() - walked[-1] > 0.5)
+    for table in tables:
+        table.close()
+        table.join(10)
+
+
+def test_looking_takes_a_small_part_of_the_time(cached: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_cache, "_LOOK_S", 0.02)
+    monkeypatch.setattr(data_cache, "_LOOK_SHARE", 0.2)
+    monkeypatch.setattr(data_cache, "_SETTLED_S", 1e9)  # so that it looks each time
+    looked: list[float] = []
+
+    def slow(self: TableFiles) -> set[str]:
+        time.sleep(0.1)
+        looked.append(time.monotonic())
+        return set()
+
+    monkeypatch.setattr(TableFiles, "names", slow)
+    monkeypatch.setattr(cache_filling.Filling, "run", lambda *args: None)
+    begun(cached())
+    wait(lambda: len(looked) == 3)
+    assert looked[2] - looked[1] > 0.5
+
+
+def test_a_process_that_ends_while_it_downloads_waits_for_no_read(cached: Make, proxy: FaultProxy) -> None:
+    def hang(request: Any) -> str:
+        if request.is_data:
+            proxy.delay_s = 50.0
+        return PASS
+
+    ref = cached()
+    proxy.fault = hang
+    code = (
+        "import logging, sys, pickle, time\n"
+        "logging.basicConfig()\n"
+        "from ray_lance_stream import data_cache\n"
+        "ref = pickle.loads(sys.stdin.buffer.read())\n"
+        "data_cache.cached_tables.of(ref, ['id', 'vec'], ref.cache)\n"
+        "print(sys.stdin.closed, flush=True)\n"
+        "time.sleep(2)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        _, said = process.communicate(pickle.dumps(ref), timeout=25)
+    finally:
+        process.kill()
+    assert proxy.data_requests
+    assert process.returncode == 0
+    assert b"WARNING" not in said, said
+
+
+def test_a_table_that_is_closed_lets_its_files_go_though_the_store_hangs(
+    cached: Make, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache_filling, "_LAST_S", 0.1)
+    ref = cached()
+    ref.open()
+    begun_s = time.monotonic()
+
+    def hang(request: Any) -> str:
+        if request.is_data:
+            proxy.delay_s = 15.0
+        return PASS
+
+    proxy.fault = hang
+    table = begun(ref)
+    wait(lambda: proxy.data_requests > 0)
+    table.close()
+    table.join(10)
+    assert not table._thread.is_alive()
+    assert time.monotonic() - begun_s < 10
+    assert not [path for path in files_in(tmp_path / "cache") if path.parent.name == "users" or path.suffix == ".part"]
+    assert warnings(caplog) == []
+
+
+def test_a_table_that_nobody_reads_is_let_go(cached: Make, tmp_path: Path) -> None:
+    table = filled(cached())
+    table.used_s -= data_cache.IDLE_S
+    table.join(10)
+    assert not [path for path in files_in(tmp_path / "cache") if path.parent.name == "users"]
+    assert filled(cached()) is not table
+
+
+def test_a_table_that_nobody_reads_is_not_downloaded_further(
+    cached: Make, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_filling, "PIECES_AT_A_TIME", 1)
+    ref = cached()
+    ref.open()
+    proxy.delay_s = 0.1
+    table = begun(ref)
+    wait(lambda: proxy.data_requests > 0)
+    table.used_s -= data_cache.IDLE_S
+    table.join(10)
+    assert not table._thread.is_alive()
+    assert 0 < len(data_files(tmp_path)) < FILES
+
+
+def test_a_failure_is_told_without_the_secret_of_its_session(
+    proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though another thread has made the session anew by then."""
+    keys = iter(range(9))
+    ref = table_ref(
+        "s3://tables/t",
+        lambda: storage_options(proxy.port, **NO_RETRIES) | {"aws_session_token": f"s3cret-{next(keys)}"},
+    )
+    stored = cache_stored.StoredFiles(ref)
+    opened = stored._opened
+
+    def raced(instead_of: Any = None) -> Any:
+        found = opened(instead_of)
+        opened(found[0])
+        return found
+
+    monkeypatch.setattr(stored, "_opened", raced)
+    before = next(keys) + 1
+
+    def fail(session: Any) -> None:
+        raise OSError(f"with s3cret-{before} in it")
+
+    with pytest.raises(ReadError) as raised:
+        stored._tried(fail, "x")
+    assert "s3cret" not in str(raised.value)
+    assert next(keys) == before + 2
 
 
 def test_options_of_a_callable_are_asked_for_again_when_they_are_refused(
@@ -323,7 +522,7 @@ def test_options_of_a_callable_are_asked_for_again_when_they_are_refused(
     good = ["old"]
     proxy.allowed = lambda request: request.access_key == good[0]
     ref = with_cache(table_ref("s3://tables/t", options), CacheSpec(str(tmp_path / "cache")), COLUMNS)
-    stored = cache_filling.StoredFiles(ref)
+    stored = cache_stored.StoredFiles(ref)
     manifest = f"_versions/{manifest_names(ref.version)[0]}"
     assert stored.read(manifest, 0, 4)
     keys[0] = good[0] = "new"
@@ -397,6 +596,68 @@ def test_files_that_vanish_under_a_reader_cost_one_warning(
         assert taken(ref, np.arange(LIVE)).equals(wanted)
     [text] = warnings(caplog)
     assert text.startswith("cached files of table s3://tables/t cannot be read, so they are read from the object store")
+
+
+def test_a_damaged_file_costs_its_own_rows_and_is_downloaded_by_the_next_run(
+    cached: Make, proxy: FaultProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that looks as before, as after a failure of the disk."""
+    ref = cached()
+    wanted = ref.take(np.arange(LIVE), COLUMNS)
+    table = filled(ref)
+    path = sorted(data_files(tmp_path))[2]
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-40, os.SEEK_END)
+        file.write(bytes(40))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert taken(ref, np.arange(LIVE)).equals(wanted)
+    assert table.share == (FILES - 1) / FILES
+    wait(lambda: not (path.parent.parent / "checks" / path.name).exists())
+    assert table.share == (FILES - 1) / FILES
+    assert len(warnings(caplog)) == 1
+    anew()
+    proxy.requests.clear()
+    filled(cached())
+    assert list(data_paths(proxy)) == [f"/tables/t/data/{path.name}"]
+    assert taken(cached(), np.arange(LIVE)).equals(wanted)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, times: list[int]) -> None:
+    """Let reads of local tables fail as often as `times[0]` says."""
+    take = TableRef.take
+
+    def failing_take(self: TableRef, rows: np.ndarray, columns: Any) -> pa.Table:
+        if self.is_local and times[0]:
+            times[0] -= 1
+            raise MemoryError("on purpose")
+        return take(self, rows, columns)
+
+    monkeypatch.setattr(TableRef, "take", failing_take)
+
+
+def test_a_failure_that_passes_costs_one_read(cached: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref = cached()
+    wanted = ref.take(np.arange(LIVE), COLUMNS)
+    table = filled(ref)
+    failing(monkeypatch, [1])
+    assert taken(ref, np.arange(LIVE)).equals(wanted)
+    assert table.share == 1
+
+
+def test_what_is_whole_is_read_from_the_cache_again_once(cached: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_cache, "_LOOK_S", 0.3)
+    ref = cached()
+    wanted = ref.take(np.arange(LIVE), COLUMNS)
+    table = filled(ref)
+    times = [10**6]
+    failing(monkeypatch, times)
+    assert taken(ref, np.arange(LIVE)).equals(wanted)
+    assert table.share == 0
+    wait(lambda: table.share == 1)
+    assert taken(ref, np.arange(LIVE)).equals(wanted)
+    time.sleep(0.7)
+    assert table.share == 0
 
 
 def test_a_cache_of_another_table_in_the_same_place_is_not_read(folder: Path, cached: Make) -> None:
@@ -491,6 +752,21 @@ def test_files_that_are_read_stay_and_what_has_no_room_is_read_from_the_store(
     assert sum(path.stat().st_size for path in data_files(tmp_path)) <= room
 
 
+def test_room_that_another_table_has_reserved_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nothing has been written there yet."""
+
+    class Disk:
+        total, free = 0, 1_500_000
+
+    monkeypatch.setattr(cache_files.shutil, "disk_usage", lambda path: Disk)
+    first, second = (TableFiles(CacheSpec(str(tmp_path)), name) for name in "ab")
+    first.prepare()
+    second.prepare()
+    with cache_locks.filling(first.folder):
+        assert first.reserve([CachedFile("x", 1_000_000)]) == 1
+        assert second.reserve([CachedFile("y", 400_000), CachedFile("z", 200_000)]) == 1
+
+
 def test_what_lies_in_the_folder_besides_is_let_alone(cached: Make, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     mine = tmp_path / "cache" / "mine.lance"
@@ -525,8 +801,7 @@ def test_room_that_comes_free_is_taken(
     filled(cached("t", room))
     table = begun(cached("u", room))
     wait(lambda: 0 < table.share < 1)
-    monkeypatch.setattr(data_cache, "IDLE_S", 0.0)
-    assert begun(cached("u", room)) is table  # which lets go of the other one
+    begun(cached("t", room)).used_s -= data_cache.IDLE_S  # so that it is let go
     wait(lambda: table.share == 1)
     assert len(warnings(caplog)) == 1
 
@@ -676,22 +951,6 @@ def test_what_a_clone_has_of_another_table_is_not_cached(folder: Path, tmp_path:
     parts = cached_parts(lance.dataset(path), COLUMNS)
     assert [files is not None for files in parts.of_fragment] == [False] * 7 + [True]
     assert len(parts.files) == 1
-
-
-@pytest.mark.parametrize("text", ["cannot schedule new futures after interpreter shutdown", "no more threads"])
-def test_filling_ends_without_a_word_when_python_does(
-    cached: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
-) -> None:
-    """Python lets pools go before it tells the cache, in a DataLoader worker as elsewhere."""
-
-    class Pool(ThreadPoolExecutor):
-        def submit(self, *_: Any, **__: Any) -> Any:
-            raise RuntimeError(text)
-
-    monkeypatch.setattr(cache_filling, "ThreadPoolExecutor", Pool)
-    table = begun(cached())
-    wait(lambda: bool(warnings(caplog)) or not table._thread.is_alive())
-    assert [text in each for each in warnings(caplog)] == ([] if "shutdown" in text else [True])
 
 
 def test_the_bar_begins_after_a_moment(cached: Make, monkeypatch: pytest.MonkeyPatch) -> None:
