@@ -513,7 +513,7 @@ def test_a_process_ends_while_a_read_hangs(stuck, monkeypatch):
     left: list[int] = []
     monkeypatch.setattr(own_read.os, "_exit", left.append)
     monkeypatch.setattr(own_read, "EXIT_S", 0.01)
-    read = own_read.OwnRead(SimpleNamespace(key="a read"), None)
+    read = own_read.OwnRead(SimpleNamespace(send_id="a read"), None)
     own_read._leave_reads()
     assert left == []  # no worker of a DataLoader
     monkeypatch.setattr(own_read.multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
