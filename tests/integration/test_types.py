@@ -118,7 +118,7 @@ def test_every_type_that_torch_can_hold(shards: Shards, wide: lance.LanceDataset
 def test_a_process_that_has_not_imported_lance(shards: Shards, wide: lance.LanceDataset) -> None:
     """Extension types are known there too."""
 
-    @ray.remote
+    @ray.remote(runtime_env={"env_vars": {"A_PROCESS": "of its own"}})
     def dtypes(shard: Any) -> tuple[bool, dict[str, str]]:
         knew = "lance" in sys.modules
         batch = next(iter(shard.iter_batches(batch_size=8)))
