@@ -57,9 +57,7 @@ class TrackedBatches(RayIterable):
         self._behind: StreamState | None = None  # the last batch that is in the weights
         self._start: tuple[StreamState, int] | None = None  # where the shard was before the pass, and which epoch it is
         self._is_begun = False  # whether a batch of the pass was trained, or it is over without any
-        self._moves: int | None = (
-            None  # of the shard, as the pass has left it; None: the pass waits for its first batch
-        )
+        self._moves: int | None = None  # of the shard, as the pass has left it; None: it waits for its first batch
         train.track(self)
 
     def __repr__(self) -> str:

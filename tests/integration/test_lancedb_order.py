@@ -35,7 +35,7 @@ def files(folder: Path) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory, request):
+def cache(tmp_path_factory, no_cluster):
     """Set before the cluster starts, whose processes inherit it."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
