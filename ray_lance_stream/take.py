@@ -120,12 +120,17 @@ def _read_plain(
 
 def _is_dense(dataset: lance.LanceDataset, rows: np.ndarray, columns: list[str]) -> bool:
     """Whether the rows between those wanted may be read as well; for columns of fixed width only."""
-    types = {field.name: field.type for field in dataset.schema}
-    wanted = [types.get(name, pa.null()) for name in columns]
+    wanted = _types_of(dataset, columns)
     if not all(pa.types.is_primitive(kind) for kind in wanted):
         return False
     bits = sum(kind.bit_width for kind in wanted)
     return bool((rows.max() - rows.min() + 1) * bits <= 8 * MAX_DENSE_BYTES * len(rows))
+
+
+def _types_of(dataset: lance.LanceDataset, columns: list[str]) -> list[pa.DataType]:
+    """The types of columns; null for a field of a struct."""
+    types = {field.name: field.type for field in dataset.schema}
+    return [types.get(name, pa.null()) for name in columns]
 
 
 def _sorted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -204,15 +209,12 @@ def _named(table: pa.Table, columns: list[str]) -> pa.Table:
 def _refuse_overflow(table: pa.Table) -> None:
     """Arrow joins the chunks of a column to reorder it, which 32-bit offsets limit to 2 GiB."""
     for name, column in zip(table.column_names, table.columns, strict=True):
-        if _has_narrow_offsets(column.type) and column.num_chunks > 1 and column.nbytes > _MAX_CHUNK_BYTES:
+        is_narrow = pa.types.is_string(column.type) or pa.types.is_binary(column.type)
+        if is_narrow and column.num_chunks > 1 and column.nbytes > _MAX_CHUNK_BYTES:
             raise ReadError(
                 f"one read may hold at most {_MAX_CHUNK_BYTES} bytes of a {column.type} column, got {column.nbytes} "
                 f"bytes of {name!r} in {len(table)} rows; read fewer rows at once or store it as large_{column.type}"
             )
-
-
-def _has_narrow_offsets(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_binary(kind)
 
 
 def _raise_read_error(
@@ -229,8 +231,8 @@ def _raise_read_error(
         error, message = VersionNotFoundError, f"{message}. {KEEP_VERSION_REMEDY}"
     elif "overflow" in text.lower():
         message += f". One read may hold at most {_MAX_CHUNK_BYTES} bytes of a string, binary or list column"
-        types = {field.name: field.type for field in dataset.schema}
-        narrow = [name for name in columns if name not in types or _has_narrow_offsets(types[name])] or columns
+        kinds = zip(columns, _types_of(dataset, columns), strict=True)
+        narrow = [name for name, kind in kinds if not pa.types.is_primitive(kind)] or columns
         message += f" ({', '.join(narrow)}): read fewer rows at once, or store it as large_string or large_binary"
     elif "non-existent fragment" in text:
         message += f". Offsets must be below the {dataset.count_rows()} live rows, got up to {rows.max()}"

@@ -403,6 +403,17 @@ def test_overflow_in_lance_names_the_remedy(uneven: lance.LanceDataset, monkeypa
     assert ".rs:" not in str(info.value)
 
 
+def test_overflow_in_lance_names_lists_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("Offset overflow error: 2187000000")
+
+    table = pa.table({"id": [1, 2], "text": ["a", "b"], "tokens": [[1], [2, 3]]})
+    dataset = lance.write_dataset(table, tmp_path / "t")
+    monkeypatch.setattr(lance.LanceDataset, "take", fail)
+    with pytest.raises(ReadError, match=r"\(text, tokens\)"):
+        take_rows(dataset, np.array([1]), ["id", "text", "tokens"])
+
+
 class PanicException(BaseException):
     """Named as PyO3 names its own."""
 
