@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from ray_lance_stream._ray_data import where_is
+from ray_lance_stream._ray import where_is
 from ray_lance_stream.doing import Doing
 from ray_lance_stream.line import ChunkLine, Sent
 from ray_lance_stream.reader import ReadRequest

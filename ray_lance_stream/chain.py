@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ray_lance_stream._ray_data import block_rows, concat_tables
+from ray_lance_stream._ray import block_rows, concat_tables
 from ray_lance_stream.doing import READING, TRANSFORMING, Step
 from ray_lance_stream.errors import StreamError, TransformError
 from ray_lance_stream.failures import attempt

@@ -8,7 +8,7 @@ import pyarrow as pa
 from ray.data.block import BlockAccessor
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from ray_lance_stream._ray_data import ArrowTensorArray
+from ray_lance_stream._ray import ArrowTensorArray
 from ray_lance_stream.decode import was_bfloat16
 from ray_lance_stream.errors import ConfigError, ReadError
 

@@ -152,7 +152,7 @@ class StreamCoordinator:
 
     def _epoch_versions(self) -> EpochVersions:
         # Imports ray.data, which takes a second, and which most streams do without.
-        from ray_lance_stream._ray_data import KeptByCluster
+        from ray_lance_stream._ray import KeptByCluster
 
         with self._lock:
             if self._epochs is None:

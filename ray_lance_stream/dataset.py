@@ -11,7 +11,7 @@ from ray.data import DataContext, Dataset
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
-from ray_lance_stream._ray_data import concat_tables
+from ray_lance_stream._ray import concat_tables
 from ray_lance_stream.config import MAX_CHUNK_ROWS, ReadPlan, StreamConfig, at_least
 from ray_lance_stream.cursor import ChunkSpan, CycleRange, EpochWalk, Position, cycles_in, part
 from ray_lance_stream.errors import ConfigError

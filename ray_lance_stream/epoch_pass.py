@@ -12,7 +12,7 @@ import pyarrow as pa
 import ray
 from ray.data import DataContext, DataIterator, Schema
 
-from ray_lance_stream._ray_data import (
+from ray_lance_stream._ray import (
     BatchIterator,
     RefBundle,
     ShardBatchIterator,

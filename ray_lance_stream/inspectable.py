@@ -10,7 +10,7 @@ import ray
 from ray.data import Dataset
 
 from ray_lance_stream import explain
-from ray_lance_stream._ray_data import local_run
+from ray_lance_stream._ray import local_run
 from ray_lance_stream.attempts import RankProgress
 from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.dataset import epoch_dataset

@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import ray
 
-from ray_lance_stream._ray_data import from_batch
+from ray_lance_stream._ray import from_batch
 from ray_lance_stream.columns import to_batch
 from ray_lance_stream.errors import TransformError
 from ray_lance_stream.failures import attempt

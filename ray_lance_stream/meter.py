@@ -15,7 +15,7 @@ from ray_lance_stream.reader import ChunkInfo
 from ray_lance_stream.state import StreamState
 
 if TYPE_CHECKING:
-    from ray_lance_stream._ray_data import DatasetStats
+    from ray_lance_stream._ray import DatasetStats
 
 TAGS = ("stream", "rank", "run")
 PREFIX = "lance_stream_"  # Ray puts a `ray_` before it

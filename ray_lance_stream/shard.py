@@ -9,7 +9,7 @@ import ray
 from ray.data import DataContext, Schema
 
 from ray_lance_stream import train
-from ray_lance_stream._ray_data import DatasetStats, as_iterable
+from ray_lance_stream._ray import DatasetStats, as_iterable
 from ray_lance_stream.attempts import Attempt
 from ray_lance_stream.batching import BATCH_SIZE_OF_STREAM, BatchSizeRule, StreamSizedIterator, refuse_local_shuffle
 from ray_lance_stream.columns import batch_schema

@@ -13,7 +13,7 @@ import ray
 from ray.data import DataContext
 
 from ray_lance_stream import train
-from ray_lance_stream._ray_data import local_mode_name, local_run
+from ray_lance_stream._ray import local_mode_name, local_run
 from ray_lance_stream.aside import aside
 from ray_lance_stream.attempts import Attempt
 from ray_lance_stream.config import ReadPlan, StreamConfig

@@ -11,7 +11,7 @@ import pyarrow as pa
 import ray.train
 from pyarrow import fs as pafs
 
-from ray_lance_stream._ray_data import attempt_key, in_train_worker
+from ray_lance_stream._ray import attempt_key, in_train_worker
 from ray_lance_stream.errors import ConfigError, StateError
 from ray_lance_stream.failures import redact, secrets_of
 from ray_lance_stream.state import StreamState, dump_states, parse_states

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ray_lance_stream import train
-from ray_lance_stream._ray_data import RayIterable
+from ray_lance_stream._ray import RayIterable
 from ray_lance_stream.epoch_pass import ENDED
 from ray_lance_stream.errors import ConfigError, IterationError
 from ray_lance_stream.shard import StreamShard

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ray_lance_stream"
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 # What users import and call. A change here is a change for them: it belongs into CHANGELOG.md.
@@ -152,7 +152,7 @@ def private_uses(module: ast.Module) -> Iterator[str]:
                 yield f"line {node.lineno}: {name}"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "_ray_data.py"])
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "_ray.py"])
 def test_private_parts_of_ray_are_used_in_one_module_only(name: str) -> None:
     assert list(private_uses(tree(name))) == []
 
@@ -160,7 +160,7 @@ def test_private_parts_of_ray_are_used_in_one_module_only(name: str) -> None:
 def test_the_check_for_private_parts_finds_them() -> None:
     code = "import ray._private.state\nfrom ray.data import _internal\nfrom ray.data.iterator import _Iterable\nray._raylet.x"
     assert len(set(private_uses(ast.parse(code)))) == 5  # the last one twice, as a whole and up to the private name
-    assert list(private_uses(tree("_ray_data.py")))
+    assert list(private_uses(tree("_ray.py")))
 
 
 # Layout
