@@ -28,6 +28,7 @@ from ray_lance_stream.cache_spec import CacheSpec
 from ray_lance_stream.cache_stored import StoredFiles, make_view
 from ray_lance_stream.errors import ReadError
 from ray_lance_stream.failures import attempt
+from ray_lance_stream.manifest import is_same_version, manifest_bytes
 from ray_lance_stream.table import TableRef
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class CachedTable:
         if not wanted:
             return  # of which the driver has told
         self._files.prepare()
-        view = self._files.view(dataset._ds.serialized_manifest(), wanted)
+        view = self._files.view(manifest_bytes(dataset), wanted)
         stored = StoredFiles(self._ref)
         downloads = Filling(self._files, stored, wanted, self._ref.identity, self._closed)
         folders = self._files.folders(wanted)
@@ -187,7 +188,7 @@ class CachedTable:
 
     def _opened(self, view: Path) -> TableRef:
         table = TableRef(str(view), self._ref.version)
-        if table.open()._ds.serialized_manifest() != self._ref.open()._ds.serialized_manifest():
+        if not is_same_version(table.open(), self._ref.open()):
             raise ReadError(f"the version that is cached in {view} is another one")
         return table
 

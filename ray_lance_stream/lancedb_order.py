@@ -15,6 +15,7 @@ import numpy as np
 from ray_lance_stream.config import ReadPlan
 from ray_lance_stream.errors import ConfigError, ReadError
 from ray_lance_stream.failures import guarded, secrets_of
+from ray_lance_stream.manifest import manifest_bytes
 from ray_lance_stream.order import LANCEDB
 from ray_lance_stream.permutation import listed_splits
 from ray_lance_stream.row_ids import offsets_of
@@ -70,7 +71,7 @@ def builder_seed(plan: ReadPlan, epoch: int) -> int:
 
 def list_key(plan: ReadPlan, epoch: int) -> str:
     """A name for the list of an epoch: of everything that it follows from."""
-    manifest = hashlib.blake2b(plan.table.open()._ds.serialized_manifest(), digest_size=16).hexdigest()
+    manifest = hashlib.blake2b(manifest_bytes(plan.table.open()), digest_size=16).hexdigest()
     follows_from = (
         FORMAT,
         made_by(),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray_lance_stream.errors import ConfigError, TableError
 from ray_lance_stream.failures import guarded, secrets_of
+from ray_lance_stream.manifest import is_same_version
 from ray_lance_stream.remote import RemoteTableRef
 from ray_lance_stream.storage_options import current_options
 from ray_lance_stream.table import TableRef, open_newest
@@ -143,7 +144,7 @@ def _delete(table: TableRef, dataset: lance.LanceDataset, name: str) -> None:
 
 def _leads_to(dataset: lance.LanceDataset, name: str) -> bool:
     """Whether a tag names this very version: branches have versions of the same number."""
-    return dataset.checkout_version(name)._ds.serialized_manifest() == dataset._ds.serialized_manifest()
+    return is_same_version(dataset.checkout_version(name), dataset)
 
 
 def _guarded(table: TableRef, dataset: lance.LanceDataset, what: str, action: Callable[[], T]) -> T:

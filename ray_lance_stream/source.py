@@ -15,6 +15,7 @@ import pyarrow as pa
 from ray_lance_stream.cache_spec import CacheSpec, tell_of_cache
 from ray_lance_stream.errors import ConfigError, ReadError, TableError
 from ray_lance_stream.failures import attempt, guarded, secrets_of
+from ray_lance_stream.manifest import is_same_version
 from ray_lance_stream.remote import RemoteTableRef, remote_ref
 from ray_lance_stream.selection import check_columns, check_filter, scan_offsets
 from ray_lance_stream.storage_options import StorageOptions, check_options, current_options
@@ -93,15 +94,14 @@ def _ref_from_dataset(table: Any, storage_options: StorageOptions) -> TableRef:
     ref = TableRef(uri, table.version, options)
     # The same URI and version may name other rows: of a branch, since its dataset has the URI of the main one if it was
     # checked out from there, or of a table made anew in the same place.
-    manifest = table._ds.serialized_manifest()
     found, failure = attempt(lambda: ref.open(fresh=True))
-    if found is not None and found._ds.serialized_manifest() == manifest:
+    if found is not None and is_same_version(found, table):
         return ref
     secrets = secrets_of(uri, table.initial_storage_options)
     for branch in guarded(table.branches.list, f"the branches of {ref!r} cannot be listed", TableError, secrets):
         on_branch = TableRef(_branch_uri(uri, branch), table.version, options)
         found, _ = attempt(lambda ref=on_branch: ref.open(fresh=True))  # type: ignore[misc]
-        if found is not None and found._ds.serialized_manifest() == manifest:
+        if found is not None and is_same_version(found, table):
             return on_branch
     if failure is not None:
         raise failure

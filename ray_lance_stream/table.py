@@ -24,6 +24,7 @@ from ray_lance_stream.cache_spec import CacheSpec
 from ray_lance_stream.content import TableContent, content_of
 from ray_lance_stream.errors import ConfigError, ReadError, TableError, VersionNotFoundError
 from ray_lance_stream.failures import attempt, chained, guarded, is_cut_listing, is_refusal, redact, secrets_of
+from ray_lance_stream.manifest import is_same_version
 from ray_lance_stream.storage_options import (
     StorageOptions,
     check_options,
@@ -215,7 +216,7 @@ def _open_uring(ref: TableRef) -> lance.LanceDataset | None:
         dataset = lance.dataset(
             _URING + quote(unquote(path) if is_uri else os.path.abspath(ref.uri)), version=ref.version
         )
-        if dataset._ds.serialized_manifest() != ref.open()._ds.serialized_manifest():
+        if not is_same_version(dataset, ref.open()):
             raise ReadError("this path leads to another table")
         dataset.take([0])
         return dataset
