@@ -24,24 +24,20 @@ _METADATA = {_ENCODING: b"true"}
 
 def blob_fields(schema: pa.Schema, columns: list[str]) -> dict[str, pa.Field]:
     """Those of the columns that are blobs or structs with blobs in them, as they are delivered."""
-    found = {}
-    for column in columns:
-        field = _field(schema, column)
-        if field is not None and _has_blob(field):
-            found[column] = _delivered(field).with_name(column)
-    return found
+    fields = _fields(schema, columns)
+    return {column: _delivered(field).with_name(column) for column, field in fields.items() if _has_blob(field)}
 
 
 def has_blob_files(schema: pa.Schema, columns: Sequence[str]) -> bool:
     """Whether one of the columns has blobs that may lie in files of their own, beside the data files."""
-    fields = [_field(schema, column.partition(".")[0]) for column in columns]
-    return any(field is not None and _has_extension(field) for field in fields)
+    roots = {column.partition(".")[0] for column in columns}
+    return any(_has_extension(field) for field in schema if field.name in roots)
 
 
 def unreadable_blobs(schema: pa.Schema, columns: Sequence[str]) -> list[str]:
     """Those of the columns that have blobs inside of lists or maps: Lance reads no bytes from there."""
-    fields = [(column, _field(schema, column)) for column in columns]
-    return [column for column, field in fields if field is not None and _has_nested_blob(field, is_inside=False)]
+    fields = _fields(schema, columns)
+    return [column for column, field in fields.items() if _has_nested_blob(field, is_inside=False)]
 
 
 def read_blobs(dataset: lance.LanceDataset, rows: np.ndarray, column: str) -> pa.Array:
@@ -52,7 +48,7 @@ def read_blobs(dataset: lance.LanceDataset, rows: np.ndarray, column: str) -> pa
         rows: int64[n] sorted row offsets; repeats are allowed.
         column: its name; `a.b` is a field of a struct.
     """
-    field = _field(dataset.schema, column)
+    field = _fields(dataset.schema, [column])[column]
     indices = rows.tolist()
     if _is_blob(field):
         return _payloads(dataset, indices, column)
@@ -85,15 +81,18 @@ def _payloads(dataset: lance.LanceDataset, indices: list[int], column: str) -> p
     return pa.array([payload for _, payload in found], pa.large_binary())
 
 
-def _field(schema: pa.Schema, column: str) -> pa.Field | None:
-    """The field of a column, or of a field of a struct; None for a meta column."""
-    root, *path = column.split(".")
-    if root not in schema.names:
-        return None
-    field = schema.field(root)
-    for name in path:
-        field = field.type.field(name)
-    return field
+def _fields(schema: pa.Schema, columns: Sequence[str]) -> dict[str, pa.Field]:
+    """The fields of columns, and of fields of structs, by name; without those of meta columns."""
+    roots = {field.name: field for field in schema}
+    fields = {}
+    for column in columns:
+        root, *path = column.split(".")
+        field = roots.get(root)
+        if field is not None:
+            for name in path:
+                field = field.type.field(name)
+            fields[column] = field
+    return fields
 
 
 def _is_blob(field: pa.Field) -> bool:

@@ -9,7 +9,7 @@ from ray.data.block import BlockAccessor
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from ray_lance_stream._ray import ArrowTensorArray
-from ray_lance_stream.decode import was_bfloat16
+from ray_lance_stream.decode import was_bfloat16, with_columns
 from ray_lance_stream.errors import ConfigError, ReadError
 
 if TYPE_CHECKING:
@@ -37,13 +37,14 @@ def with_tensor_columns(table: pa.Table) -> pa.Table:
     Raises:
         NullInTensorError: a column of fixed shape holds a null, which a tensor cannot.
     """
+    tensors: dict[int, tuple[pa.Field, pa.Array]] = {}
     for index, field in enumerate(table.schema):
         if _is_tensor(field.type):
             chunks = table.column(index).chunks or [pa.nulls(0, field.type)]
             # Not combine_chunks(), which copies even one chunk.
-            array = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
-            table = table.set_column(index, field.name, _tensors(array, field.name))
-    return table
+            array = _tensors(chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks), field.name)
+            tensors[index] = pa.field(field.name, array.type), array
+    return with_columns(table, tensors)
 
 
 def to_batch(table: pa.Table, batch_format: str) -> Any:
@@ -120,8 +121,12 @@ class TensorCollateFn(ArrowBatchCollateFn):
         own = {field.name: torch.bfloat16 for field in schema if was_bfloat16(field)}
         self._dtypes = {name: asked.get(name) or own.get(name) for name in schema.names}
         empty = with_tensor_columns(_empty(schema))
+        held: dict[tuple[pa.DataType, Any], bool] = {}  # each type is tried once: tables may have thousands of columns
         for field in schema:
-            if not self._can_hold(empty.select([field.name])):
+            kind = field.type, self._dtypes[field.name]
+            if kind not in held:
+                held[kind] = self._can_hold(empty.select([field.name]))
+            if not held[kind]:
                 raise ConfigError(
                     f"iter_torch_batches needs columns that torch can hold, got {field.name!r} of type {field.type}: drop it "
                     "with columns=[...], or transform it with map_batches() or collate_fn=..."

@@ -16,16 +16,27 @@ def decoded(table: pa.Table) -> pa.Table:
     Dictionaries of rows from several fragments repeat values, which pandas refuses, and numpy takes the last value of one for
     a null. Numpy has no bfloat16, and a process that has not imported Lance takes it for bytes.
     """
+    found: dict[int, tuple[pa.Field, pa.ChunkedArray]] = {}
     for index, field in enumerate(table.schema):
-        column = table.column(index)
         if pa.types.is_dictionary(field.type):
             kind = field.type.value_type
-            table = table.set_column(index, field.with_type(kind), column.cast(kind))
+            found[index] = field.with_type(kind), table.column(index).cast(kind)
         elif _has_bfloat16(field.type):
             kind = _widened(pa.nulls(0, field.type)).type
-            widened = pa.chunked_array([_widened(chunk) for chunk in column.chunks], kind)
-            table = table.set_column(index, pa.field(field.name, kind, field.nullable, _ELEMENT), widened)
-    return table
+            widened = pa.chunked_array([_widened(chunk) for chunk in table.column(index).chunks], kind)
+            found[index] = pa.field(field.name, kind, field.nullable, _ELEMENT), widened
+    return with_columns(table, found)
+
+
+def with_columns(table: pa.Table, changed: dict[int, tuple[pa.Field, pa.Array | pa.ChunkedArray]]) -> pa.Table:
+    """The table with other columns at some places: at once, since each change alone copies the list of all columns."""
+    if not changed:
+        return table
+    columns: list[pa.Array | pa.ChunkedArray] = table.columns
+    fields = list(table.schema)
+    for index, (field, column) in changed.items():
+        fields[index], columns[index] = field, column
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields, table.schema.metadata))
 
 
 def was_bfloat16(field: pa.Field) -> bool:

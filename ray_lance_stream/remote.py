@@ -18,8 +18,9 @@ import pyarrow as pa
 from ray_lance_stream.blobs import blob_fields
 from ray_lance_stream.errors import ConfigError, ReadError, StreamError, TableError, VersionNotFoundError
 from ray_lance_stream.failures import MIN_SECRET_CHARS, attempt, chained, guarded, redact
+from ray_lance_stream.filters import check_filter_text, check_what_is_read
 from ray_lance_stream.order import FEISTEL_1
-from ray_lance_stream.selection import META_COLUMNS, check_columns, check_filter_text
+from ray_lance_stream.selection import META_COLUMNS, check_columns
 from ray_lance_stream.table import OpenTable, TableRef, open_tables
 from ray_lance_stream.take import KEEP_VERSION_REMEDY, arranged
 
@@ -105,7 +106,7 @@ class RemoteTableRef(TableRef):
         check_filter_text(filter)
         _, failure = attempt(lambda: self.open().count_rows(filter))
         if failure is None:
-            return
+            return check_what_is_read(self.open().schema, filter, f"table {self.identity}")
         is_refused = getattr(failure, "status_code", None) in _BAD_REQUEST
         rule = f"filter must be an SQL condition on columns of table {self.identity}, got {filter!r}"
         action = rule if is_refused else f"the rows of {self!r} that match filter={filter!r} cannot be counted"

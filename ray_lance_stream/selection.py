@@ -1,9 +1,9 @@
-"""Which rows and columns of an open Lance dataset are meant: checks of columns and filter, and the scan for matches."""
+"""Which rows and columns of an open Lance dataset are meant: the check of columns, and the scan for matching rows."""
 
 from __future__ import annotations
 
 import difflib
-import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from ray_lance_stream.blobs import unreadable_blobs
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.failures import guarded, secrets_of
 
 if TYPE_CHECKING:
     import lance
@@ -25,18 +24,15 @@ _SCAN_BUFFER_BYTES = 128 * 2**20
 # Meta columns that `take` can return; it fails on the others that a scan knows.
 META_COLUMNS = ("_rowid", "_rowaddr", "_rowoffset")
 _UNREADABLE_META_COLUMNS = ("_row_created_at_version", "_row_last_updated_at_version")
-# Functions whose value changes from scan to scan, looked for outside of quotes.
-_SQL_QUOTED = re.compile(r"'(?:[^']|'')*'|`[^`]*`|\"[^\"]*\"|--[^\n]*")
-_VOLATILE_SQL = re.compile(r"\b(?:(?:random|rand|uuid|now|today)\s*\(|current_(?:date|timestamp|time)\b)", re.I)
 
 
-def _field_paths(fields: Any, prefix: str = "") -> list[str]:
+def field_paths(fields: Any, prefix: str = "") -> list[str]:
     """Names of the columns, and of the fields inside struct columns as `a.b`."""
     paths = []
     for item in fields:
         paths.append(prefix + item.name)
         if pa.types.is_struct(item.type):
-            paths += _field_paths(item.type, f"{prefix}{item.name}.")
+            paths += field_paths(item.type, f"{prefix}{item.name}.")
     return paths
 
 
@@ -48,49 +44,28 @@ def check_columns(dataset: lance.LanceDataset, columns: Sequence[str] | None, wh
         raise ConfigError(f"columns must be a list of names, got {columns!r}: pass columns=[...]")
     if not columns:
         raise ConfigError("columns must name at least one column, got []: pass None for all")
-    repeated = sorted({name for name in columns if list(columns).count(name) > 1})
+    repeated = sorted(name for name, number in Counter(columns).items() if number > 1)
     if repeated:
         raise ConfigError(f"columns must not repeat a name, got {repeated} more than once")
     unreadable = sorted(set(columns) & set(_UNREADABLE_META_COLUMNS))
     if unreadable:
         raise ConfigError(f"columns must be readable by row, got {unreadable}, which Lance returns from scans only")
-    known = [*_field_paths(dataset.schema), *META_COLUMNS]
-    unknown = [name for name in columns if name not in known]
+    schema = dataset.schema
+    known = [*field_paths(schema), *META_COLUMNS]
+    is_known = set(known)
+    unknown = [name for name in columns if name not in is_known]
     if unknown:
         by_lower = {name.lower(): name for name in reversed(known)}
         near = {by_lower[m] for name in unknown for m in difflib.get_close_matches(name.lower(), by_lower, n=1)}
         hint = f"did you mean {sorted(near)}? " if near else ""
         raise ConfigError(f"columns must exist in {where}, got unknown {unknown}: {hint}available are {known}")
-    unreadable = unreadable_blobs(dataset.schema, columns)
+    unreadable = unreadable_blobs(schema, columns)
     if unreadable:
         raise ConfigError(
             f"columns must have no blobs inside of lists or maps, whose bytes Lance does not read, got {unreadable} of "
             f"{where}: leave them out with columns=[...]"
         )
     return list(columns)
-
-
-def check_filter_text(filter: str) -> None:
-    """The part of `validate_filter` that takes no table."""
-    if not isinstance(filter, str) or not filter.strip():
-        raise ConfigError(f"filter must be an SQL condition such as 'id > 3', got {filter!r}: pass None for all rows")
-    volatile = _VOLATILE_SQL.search(_SQL_QUOTED.sub("''", filter))
-    if volatile:
-        raise ConfigError(
-            f"filter must match the same rows whenever it is scanned, got {filter!r} with {volatile[0]!r}: write the "
-            "value as a literal, or select the rows into a column first"
-        )
-
-
-def check_filter(dataset: lance.LanceDataset, filter: str, where: str) -> None:
-    """See `validate_filter`."""
-    check_filter_text(filter)
-    guarded(
-        dataset.scanner(columns=["_rowoffset"], filter=filter, limit=0).explain_plan,
-        f"filter must be an SQL condition on columns of {where}, got {filter!r}",
-        ConfigError,
-        secrets_of(dataset.uri, dataset.initial_storage_options),
-    )
 
 
 def scan_offsets(dataset: lance.LanceDataset, filter: str, progress: bool) -> np.ndarray:

@@ -15,9 +15,10 @@ import pyarrow as pa
 from ray_lance_stream.cache_spec import CacheSpec, tell_of_cache
 from ray_lance_stream.errors import ConfigError, ReadError, TableError
 from ray_lance_stream.failures import attempt, guarded, secrets_of
+from ray_lance_stream.filters import check_filter
 from ray_lance_stream.manifest import is_same_version
 from ray_lance_stream.remote import RemoteTableRef, remote_ref
-from ray_lance_stream.selection import check_columns, check_filter, scan_offsets
+from ray_lance_stream.selection import check_columns, scan_offsets
 from ray_lance_stream.storage_options import StorageOptions, check_options, current_options
 from ray_lance_stream.table import TableRef, open_newest, public_uri
 

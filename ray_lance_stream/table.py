@@ -218,7 +218,7 @@ def _open_uring(ref: TableRef) -> lance.LanceDataset | None:
         )
         if not is_same_version(dataset, ref.open()):
             raise ReadError("this path leads to another table")
-        dataset.take([0])
+        dataset.take([0], columns=dataset.schema.names[:1])  # of thousands each costs
         return dataset
 
     dataset, failure = attempt(open_and_read)

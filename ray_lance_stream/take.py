@@ -18,6 +18,7 @@ from ray_lance_stream.damage import unreadable_files
 from ray_lance_stream.decode import decoded
 from ray_lance_stream.errors import ReadError, StreamError, VersionNotFoundError
 from ray_lance_stream.failures import attempt, chained, is_passing, is_refusal, redact, secrets_of
+from ray_lance_stream.packed_structs import holder_of, packed_paths
 
 if TYPE_CHECKING:
     import lance
@@ -81,9 +82,10 @@ def _read(
     """The rows with blobs as their bytes."""
     import lance.arrow  # noqa: F401 - makes bfloat16 known to Arrow
 
-    blobs = blob_fields(dataset.schema, columns)
+    schema = dataset.schema  # converted at each call
+    blobs = blob_fields(schema, columns)
     plain = [name for name in columns if name not in blobs]
-    table = _read_plain(dataset, rows, plain, open_uring) if plain else pa.table({})
+    table = _read_plain(dataset, schema, rows, plain, open_uring) if plain else pa.table({})
     if not blobs:
         return table
     rows, restore = _sorted(rows)
@@ -96,16 +98,19 @@ def _read(
 
 def _read_plain(
     dataset: lance.LanceDataset,
+    schema: pa.Schema,
     rows: np.ndarray,
     columns: list[str],
     open_uring: Callable[[], lance.LanceDataset | None],
 ) -> pa.Table:
     """Columns without blobs, in the way that is fastest for how the rows lie."""
-    if len(rows) and _is_dense(dataset, rows, columns):
+    packed = packed_paths(schema)
+    wanted, columns = columns, list(dict.fromkeys(holder_of(name, packed) for name in columns)) if packed else columns
+    if len(rows) and _is_dense(schema, rows, columns):
         first, stop = int(rows.min()), int(rows.max()) + 1
         table = dataset.scanner(columns=columns, offset=first, limit=stop - first, scan_in_order=True).to_table()
         if len(table) == stop - first:  # else there are no such rows, which `take` says
-            return arranged(table, rows - first, columns)
+            return arranged(table, rows - first, wanted)
     rows, restore = _sorted(rows)
     starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # where each run of consecutive offsets begins
     is_nested = any("." in name for name in columns)
@@ -115,21 +120,21 @@ def _read_plain(
     else:
         is_scattered = len(rows) < MAX_URING_RUN_ROWS * len(starts)
         table = _take_sorted(dataset, rows, columns, open_uring() if is_scattered else None)
-    return arranged(table, restore, columns)
+    return arranged(table, restore, wanted)
 
 
-def _is_dense(dataset: lance.LanceDataset, rows: np.ndarray, columns: list[str]) -> bool:
+def _is_dense(schema: pa.Schema, rows: np.ndarray, columns: list[str]) -> bool:
     """Whether the rows between those wanted may be read as well; for columns of fixed width only."""
-    wanted = _types_of(dataset, columns)
+    wanted = _types_of(schema, columns)
     if not all(pa.types.is_primitive(kind) for kind in wanted):
         return False
     bits = sum(kind.bit_width for kind in wanted)
     return bool((rows.max() - rows.min() + 1) * bits <= 8 * MAX_DENSE_BYTES * len(rows))
 
 
-def _types_of(dataset: lance.LanceDataset, columns: list[str]) -> list[pa.DataType]:
+def _types_of(schema: pa.Schema, columns: list[str]) -> list[pa.DataType]:
     """The types of columns; null for a field of a struct."""
-    types = {field.name: field.type for field in dataset.schema}
+    types = {field.name: field.type for field in schema}
     return [types.get(name, pa.null()) for name in columns]
 
 
@@ -231,7 +236,7 @@ def _raise_read_error(
         error, message = VersionNotFoundError, f"{message}. {KEEP_VERSION_REMEDY}"
     elif "overflow" in text.lower():
         message += f". One read may hold at most {_MAX_CHUNK_BYTES} bytes of a string, binary or list column"
-        kinds = zip(columns, _types_of(dataset, columns), strict=True)
+        kinds = zip(columns, _types_of(dataset.schema, columns), strict=True)
         narrow = [name for name, kind in kinds if not pa.types.is_primitive(kind)] or columns
         message += f" ({', '.join(narrow)}): read fewer rows at once, or store it as large_string or large_binary"
     elif "non-existent fragment" in text:

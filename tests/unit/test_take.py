@@ -145,7 +145,7 @@ def test_dense_rows_are_those_of_take(tmp_path: Path, deleted: str, stable_ids: 
 
     got = take_rows(dataset, rows, ["value", "even", "id"])
 
-    assert take_module._is_dense(dataset, rows, ["value", "even", "id"])
+    assert take_module._is_dense(dataset.schema, rows, ["value", "even", "id"])
     assert got == dataset.take(rows.tolist(), columns=["value", "even", "id"])
 
 
@@ -164,7 +164,7 @@ def test_what_is_dense(columns: list[str], step: int, dense: bool) -> None:
     schema = ids(1).append_column("id2", pa.array([0])).schema
     rows = np.arange(1000) * step
 
-    assert take_module._is_dense(SimpleNamespace(schema=schema), rows, columns) is dense
+    assert take_module._is_dense(schema, rows, columns) is dense
 
 
 @given(rows=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=40), shift=st.integers(0, 62))
