@@ -12,6 +12,7 @@ import pyarrow as pa
 from ray_lance_stream.cache_files import TableFiles
 from ray_lance_stream.cache_parts import CachedFile, CachedParts
 from ray_lance_stream.failures import attempt
+from ray_lance_stream.read_parts import in_parts
 from ray_lance_stream.table import TableRef
 from ray_lance_stream.take import restored
 
@@ -59,6 +60,9 @@ class HeldRows:
 
     def take(self, rows: np.ndarray) -> pa.Table:
         """See TableRef.take."""
+        return in_parts(self._take, rows, (self._ref.identity, self._ref.version, tuple(self._columns)))
+
+    def _take(self, rows: np.ndarray) -> pa.Table:
         held = self.held
         if held is None or not len(rows) or rows.min() < 0 or rows.max() >= held.parts.ends[-1]:
             return self._ref.take(rows, self._columns)

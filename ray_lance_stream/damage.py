@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ray_lance_stream.failures import attempt
+from ray_lance_stream.failures import attempt, is_limit
 
 if TYPE_CHECKING:
     import lance
@@ -49,6 +48,16 @@ def _search(dataset: lance.LanceDataset, rows: np.ndarray, columns: list[str], u
     for number, offsets in [*asked.items(), *between.items()]:
         if time.monotonic() > until_s:
             break
-        if attempt(partial(dataset.take, np.unique(offsets).tolist(), columns=columns))[1] is not None:
+        if _is_unreadable(dataset, np.unique(offsets), columns, until_s):
             return [f"data/{file.path}" for file in fragments[number].data_files()]
     return []
+
+
+def _is_unreadable(dataset: lance.LanceDataset, rows: np.ndarray, columns: list[str], until_s: float) -> bool:
+    """Whether one of the rows cannot be read by itself: together they may only be too large."""
+    _, failure = attempt(lambda: dataset.take(rows.tolist(), columns=columns))
+    if failure is None or is_limit(str(failure)):
+        return False
+    if len(rows) == 1 or time.monotonic() > until_s:
+        return True
+    return any(_is_unreadable(dataset, half, columns, until_s) for half in np.array_split(rows, 2))

@@ -31,6 +31,13 @@ _REFUSED = re.compile(
 )
 # What its object store gave up after retries, or lost in the middle of an answer.
 _PASSING = re.compile(r"retries, max_retries|HTTP error")
+# That a result is too large for the offsets of an Arrow array, in the words of Lance, Arrow and of this library.
+_OVERFLOW = re.compile(r"offset overflow|overflow list array|i32::MAX|large container type|may hold at most", re.I)
+# That there is no way to read what lies there, or not enough of something to read it with.
+_LIMIT = re.compile(
+    r"not supported|not (?:yet )?implemented|unsupported data type|resources exhausted|allocat|os error (?:12|24)\b",
+    re.I,
+)
 _RUST_LOCATION = re.compile(r",?\s*/\S+\.rs:\d+(:\d+)?")
 
 
@@ -64,6 +71,16 @@ def is_refusal(text: str) -> bool:
 def is_passing(text: str) -> bool:
     """Whether a failure of Lance is one of the way to the object store, and not of what lies there."""
     return bool(_PASSING.search(text))
+
+
+def is_overflow(text: str) -> bool:
+    """Whether a failure is that of a result too large for one Arrow array: fewer rows can be read."""
+    return bool(_OVERFLOW.search(text))
+
+
+def is_limit(text: str) -> bool:
+    """Whether a failure of Lance is one of what it can read or hold at once, and not of what lies there."""
+    return is_overflow(text) or bool(_LIMIT.search(text))
 
 
 def is_cut_listing(text: str) -> bool:

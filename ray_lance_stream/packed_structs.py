@@ -15,7 +15,7 @@ _MARKS = (b"lance-encoding:packed", b"packed")
 
 def packed_paths(fields: Any, prefix: str = "") -> list[str]:
     """The outermost packed structs of a schema, by path: `a.b` is the field b of the struct column a."""
-    paths = []
+    paths: list[str] = []
     for field in fields:
         if pa.types.is_struct(field.type):
             path = prefix + field.name

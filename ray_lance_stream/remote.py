@@ -20,6 +20,7 @@ from ray_lance_stream.errors import ConfigError, ReadError, StreamError, TableEr
 from ray_lance_stream.failures import MIN_SECRET_CHARS, attempt, chained, guarded, redact
 from ray_lance_stream.filters import check_filter_text, check_what_is_read
 from ray_lance_stream.order import FEISTEL_1
+from ray_lance_stream.read_parts import in_parts
 from ray_lance_stream.selection import META_COLUMNS, check_columns
 from ray_lance_stream.table import OpenTable, TableRef, open_tables
 from ray_lance_stream.take import KEEP_VERSION_REMEDY, arranged
@@ -73,8 +74,11 @@ class RemoteTableRef(TableRef):
 
     def take(self, rows: np.ndarray, columns: list[str]) -> pa.Table:
         """See TableRef.take. A field of a struct, `a.b`, costs the whole struct."""
+        return in_parts(lambda part: self._take(part, columns), rows, (self.identity, self.version, tuple(columns)))
+
+    def _take(self, rows: np.ndarray, columns: list[str]) -> pa.Table:
         if not len(rows):
-            return self.take(np.zeros(1, np.int64), columns)[:0]  # the types are the service's
+            return self._take(np.zeros(1, np.int64), columns)[:0]  # the types are the service's
         wanted, place = np.unique(rows, return_inverse=True)
         roots = list(dict.fromkeys(name.partition(".")[0] for name in columns))
         table = self.open()

@@ -17,8 +17,18 @@ from ray_lance_stream.blobs import blob_fields, read_blobs
 from ray_lance_stream.damage import unreadable_files
 from ray_lance_stream.decode import decoded
 from ray_lance_stream.errors import ReadError, StreamError, VersionNotFoundError
-from ray_lance_stream.failures import attempt, chained, is_passing, is_refusal, redact, secrets_of
+from ray_lance_stream.failures import (
+    attempt,
+    chained,
+    is_limit,
+    is_overflow,
+    is_passing,
+    is_refusal,
+    redact,
+    secrets_of,
+)
 from ray_lance_stream.packed_structs import holder_of, packed_paths
+from ray_lance_stream.read_parts import in_parts
 
 if TYPE_CHECKING:
     import lance
@@ -55,22 +65,27 @@ def take_rows(
         columns: names, as checked by `resolve_columns`; `a.b` reads one field of a struct column, as a column `a.b`.
         open_uring: the same version through a reader that is faster for scattered rows, if there is one.
 
-    Blob columns come as large_binary, with their bytes, dictionaries as their values, and bfloat16 as float32.
+    Blob columns come as large_binary, with their bytes, dictionaries as their values, and bfloat16 as float32. What is too
+    large for one Arrow array comes in several chunks.
 
     Raises:
-        ReadError: a row beyond the end, a result that 32-bit Arrow offsets cannot hold, or a failure of the storage.
+        ReadError: a row beyond the end, one that 32-bit Arrow offsets cannot hold, or a failure of the storage.
         VersionNotFoundError: files of the version are gone.
     """
     rows = np.ascontiguousarray(rows, dtype=np.int64)
     if len(rows) and rows.min() < 0:
         raise ReadError(f"row offsets must be >= 0, got {rows.min()}")
-    result, failure = attempt(lambda: _read(dataset, rows, columns, open_uring))
-    if failure is not None:
-        _raise_read_error(failure, dataset, rows, columns)
-    assert result is not None
-    if len(result) != len(rows):
-        raise ReadError(f"Lance returned {len(result)} rows for {len(rows)} offsets of {_where(dataset)}")
-    return result
+
+    def read(part: np.ndarray) -> pa.Table:
+        result, failure = attempt(lambda: _read(dataset, part, columns, open_uring))
+        if failure is not None:
+            _raise_read_error(failure, dataset, part, columns)
+        assert result is not None
+        if len(result) != len(part):
+            raise ReadError(f"Lance returned {len(result)} rows for {len(part)} offsets of {_where(dataset)}")
+        return result
+
+    return in_parts(read, rows, (dataset.uri, dataset.version, tuple(columns)))
 
 
 def _read(
@@ -115,12 +130,13 @@ def _read_plain(
     starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # where each run of consecutive offsets begins
     is_nested = any("." in name for name in columns)
     # Not for fields of structs: `take_scan` mixes them up where they are not in the order of the schema.
+    ranges: pa.Table | None = None
     if len(rows) and not is_nested and len(rows) >= MIN_RANGE_RUN_ROWS * len(starts):
-        table = _read_ranges(dataset, rows, starts, columns)
-    else:
+        ranges, _ = attempt(lambda: _read_ranges(dataset, rows, starts, columns))  # `take` says better why it fails
+    if ranges is None:
         is_scattered = len(rows) < MAX_URING_RUN_ROWS * len(starts)
-        table = _take_sorted(dataset, rows, columns, open_uring() if is_scattered else None)
-    return arranged(table, restore, wanted)
+        ranges = _take_sorted(dataset, rows, columns, open_uring() if is_scattered else None)
+    return arranged(ranges, restore, wanted)
 
 
 def _is_dense(schema: pa.Schema, rows: np.ndarray, columns: list[str]) -> bool:
@@ -234,14 +250,18 @@ def _raise_read_error(
     error: type[StreamError] = ReadError
     if "not found:" in text.lower():
         error, message = VersionNotFoundError, f"{message}. {KEEP_VERSION_REMEDY}"
-    elif "overflow" in text.lower():
-        message += f". One read may hold at most {_MAX_CHUNK_BYTES} bytes of a string, binary or list column"
+    elif is_overflow(text):
+        message += (
+            f". One read may hold at most {_MAX_CHUNK_BYTES} bytes of a string column, or values of a list column"
+        )
         kinds = zip(columns, _types_of(dataset.schema, columns), strict=True)
         narrow = [name for name, kind in kinds if not pa.types.is_primitive(kind)] or columns
-        message += f" ({', '.join(narrow)}): read fewer rows at once, or store it as large_string or large_binary"
+        message += f" ({', '.join(narrow)}): store it as large_string, large_binary or large_list"
     elif "non-existent fragment" in text:
         message += f". Offsets must be below the {dataset.count_rows()} live rows, got up to {rows.max()}"
-    elif not is_refusal(text) and not is_passing(text) and (files := unreadable_files(dataset, rows, columns)):
+    elif not (is_limit(text) or is_refusal(text) or is_passing(text)) and (
+        files := unreadable_files(dataset, rows, columns)
+    ):
         message += f". Damaged or unreadable: {', '.join(files)}; restore the file, or pin a version without it"
     raise chained(error(message), failure, secrets)
 

@@ -386,6 +386,115 @@ def test_files_removed_under_an_open_dataset(tmp_path: Path) -> None:
         take_rows(dataset, np.array([3]), ["id"])
 
 
+class PanicException(BaseException):
+    """Named as PyO3 names its own."""
+
+
+# As Lance 14 fails for lists, and Arrow where it joins them.
+OVERFLOWS = [
+    OSError(
+        "Invalid user input: A single batch had more than i32::MAX values and so a large container type is required, "
+        "/home/x/lance-encoding/src/repdef.rs:1783:28"
+    ),
+    PanicException("offset overflow"),
+    pa.ArrowInvalid(
+        "offset overflow while concatenating arrays, consider casting input from `list<item: bool>` first."
+    ),
+    OSError("LanceError(Arrow): Offset overflow error: 2187000000"),
+]
+
+
+@pytest.fixture
+def lists(tmp_path: Path) -> lance.LanceDataset:
+    """40 rows in 4 fragments."""
+    numbers = pa.array([list(range(i)) for i in range(40)], pa.list_(pa.uint8()))
+    return write(tmp_path / "lists.lance", pa.table({"id": np.arange(40), "v": numbers}), [10, 5, 20, 5])
+
+
+def limit_takes(monkeypatch: pytest.MonkeyPatch, most: int, failure: BaseException) -> list[int]:
+    """Have Lance fail for more rows than that; returns the numbers of rows that it is asked for."""
+    asked: list[int] = []
+    take = lance.LanceDataset.take
+
+    def limited(self: lance.LanceDataset, indices: list[int], **options: Any) -> pa.Table:
+        asked.append(len(indices))
+        if len(indices) > most:
+            raise failure
+        return take(self, indices, **options)
+
+    monkeypatch.setattr(lance.LanceDataset, "take", limited)
+    monkeypatch.setattr(take_module, "unreadable_files", lambda *_: pytest.fail("searched for damage"))
+    return asked
+
+
+@pytest.mark.parametrize("failure", OVERFLOWS, ids=lambda failure: str(failure)[:30])
+def test_what_is_too_large_for_one_read_is_read_in_parts(
+    lists: lance.LanceDataset, failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.random.default_rng(0).permutation(40)
+    asked = limit_takes(monkeypatch, 7, failure)
+
+    got = take_rows(lists, rows, ["v", "id"])
+
+    assert got["id"].to_pylist() == rows.tolist()
+    assert [len(value) for value in got["v"].to_pylist()] == rows.tolist()
+    assert got["v"].num_chunks > 1  # nothing joins what Arrow could not hold
+    assert got.schema == pa.schema({"v": pa.list_(pa.uint8()), "id": pa.int64()})
+    assert asked[:4] == [40, 20, 10, 5]
+    asked.clear()
+    assert take_rows(lists, rows[::-1], ["v", "id"])["id"].to_pylist() == rows[::-1].tolist()
+    assert max(asked) <= 7, "what does not fit is tried once"
+
+
+def test_a_range_that_fails_without_a_word_is_taken(lists: lance.LanceDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lance's ranges of rows end without saying that an offset overflowed."""
+    monkeypatch.setattr(take_module, "MIN_RANGE_RUN_ROWS", 2)
+    monkeypatch.setattr(take_module, "_read_ranges", lambda *_: pa.RecordBatchReader.from_batches(pa.schema([]), [1]))
+    limit_takes(monkeypatch, 30, OVERFLOWS[1])
+    assert take_rows(lists, np.arange(40), ["id", "v"])["id"].to_pylist() == list(range(40))
+
+
+def test_chunks_that_cannot_be_joined_are_read_in_parts(
+    lists: lance.LanceDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored = take_module.restored
+
+    def limited(table: pa.Table, restore: np.ndarray | None) -> pa.Table:
+        if len(table) > 16:
+            raise OVERFLOWS[2]
+        return restored(table, restore)
+
+    monkeypatch.setattr(take_module, "restored", limited)
+    assert take_rows(lists, np.arange(40)[::-1], ["id"])["id"].to_pylist() == list(range(40))[::-1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *[str(failure) for failure in OVERFLOWS],
+        "Not supported: reading this type, /home/x/decoder.rs:1:2",
+        "not yet implemented: nested maps",
+        "LanceError(IO): Too many open files (os error 24)",
+        "Cannot allocate memory (os error 12)",
+    ],
+)
+def test_limits_are_no_damage(lists: lance.LanceDataset, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_takes(monkeypatch, 0, OSError(text))
+    with pytest.raises(ReadError) as info:
+        take_rows(lists, np.arange(40), ["id", "v"])
+    assert "Damaged" not in str(info.value)
+
+
+def test_rows_that_fail_only_together_are_no_damage(lists: lance.LanceDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Lance's words for it are."""
+    search = take_module.unreadable_files
+    limit_takes(monkeypatch, 4, OSError("no such words"))
+    monkeypatch.setattr(take_module, "unreadable_files", search)
+    with pytest.raises(ReadError) as info:
+        take_rows(lists, np.arange(40), ["id", "v"])
+    assert "Damaged" not in str(info.value)
+
+
 def test_joining_more_bytes_than_32_bit_offsets_hold_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(take_module, "_MAX_CHUNK_BYTES", 10)
     table = pa.table({"s": pa.chunked_array([["abcdefgh"], ["ijklmnop"]])})
@@ -412,10 +521,6 @@ def test_overflow_in_lance_names_lists_too(tmp_path: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(lance.LanceDataset, "take", fail)
     with pytest.raises(ReadError, match=r"\(text, tokens\)"):
         take_rows(dataset, np.array([1]), ["id", "text", "tokens"])
-
-
-class PanicException(BaseException):
-    """Named as PyO3 names its own."""
 
 
 @pytest.mark.parametrize("failure", [OSError("x"), PanicException("x")])
