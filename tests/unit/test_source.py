@@ -458,6 +458,65 @@ def test_object_stores_get_more_retries_than_lance_gives_them(
     assert not {"client_max_retries", "lance_aimd_max_retries"} & (set(with_retries(uri, given)) - set(given))
 
 
+# Filters that read no column
+
+
+@pytest.fixture
+def parties(tmp_path: Path) -> TableRef:
+    table = pa.table({"id": [0, 1, 2, 3], "PartyAbbrev": list("DRDI"), "s": [{"a": i, "id": "x"} for i in range(4)]})
+    return table_ref(lance.write_dataset(table, str(tmp_path / "t.lance")))
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        "\"PartyAbbrev\" != 'D'",
+        "id >= 0 AND \"partyabbrev\" != 'D'",
+        "'PartyAbbrev' != 'D' AND id >= 0",
+        "\"s.a\" = 'x' OR id = 1",
+    ],
+)
+def test_a_filter_with_the_name_of_a_column_in_quotes_is_refused(parties: TableRef, filter: str) -> None:
+    with pytest.raises(ConfigError, match=r"filter must name columns without quotes.*write `(PartyAbbrev|s\.a)` for"):
+        validate_filter(parties, filter)
+
+
+@pytest.mark.parametrize(
+    "filter", ["true", "1 = 1", "'a' = 'b'", "\"Party\" != 'D'", "lower('A') = 'a'", "'_rowid' = 'x'"]
+)
+def test_a_filter_that_reads_no_column_is_refused(parties: TableRef, filter: str) -> None:
+    with pytest.raises(ConfigError, match=r"filter must tell the rows of table .* apart.*`Name`"):
+        validate_filter(parties, filter)
+
+
+@pytest.mark.parametrize(
+    ("filter", "matches"),
+    [
+        ("`PartyAbbrev` != 'D'", [1, 3]),
+        ("partyabbrev != 'D'", [1, 3]),  # Lance finds a name in any case
+        ('PartyAbbrev != "D"', [1, 3]),
+        ("PartyAbbrev IN ('D', \"I\")", [0, 2, 3]),
+        ("lower(PartyAbbrev) = 'd'", [0, 2]),
+        ("PartyAbbrev = 'id' OR id = 1", [1]),
+        ("1 = 1 AND id % 3 = 0", [0, 3]),
+        ("s.a > 2", [3]),
+        ("id IS NOT NULL", [0, 1, 2, 3]),
+        ("_rowid = 2", [2]),
+        ("`_rowid` = 2", [2]),
+    ],
+)
+def test_a_filter_on_a_column_is_accepted(parties: TableRef, filter: str, matches: list[int]) -> None:
+    validate_filter(parties, filter)
+    assert match_rows(parties, filter, progress=False).tolist() == matches
+
+
+def test_a_filter_that_no_column_with_nulls_can_fail_is_accepted(tmp_path: Path) -> None:
+    """Lance knows that it is true for each row; it is a condition on a column all the same."""
+    schema = pa.schema([pa.field("id", pa.int64(), nullable=False)])
+    ref = table_ref(lance.write_dataset(pa.table({"id": [1, 2]}, schema=schema), str(tmp_path / "t.lance")))
+    validate_filter(ref, "id IS NOT NULL")
+
+
 # io_uring
 
 

@@ -21,6 +21,7 @@ from ray_lance_stream import selection
 from ray_lance_stream import take as take_module
 from ray_lance_stream.errors import ConfigError, ReadError, TableError, VersionNotFoundError
 from ray_lance_stream.failures import attempt, guarded, is_passing, is_refusal, redact, secrets_of
+from ray_lance_stream.filters import check_filter
 from ray_lance_stream.selection import scan_offsets
 from ray_lance_stream.take import take_rows
 
@@ -343,6 +344,50 @@ def test_fields_of_null_structs_are_null(tmp_path: Path) -> None:
     assert got["s"].to_pylist() == [deep[r] for r in rows]
 
 
+def packed(path: Path, file_version: str, mark: str) -> lance.LanceDataset:
+    """60 rows with a packed struct, and one in another struct."""
+    rows = [{"x": i, "y": 2 * i, "f": i / 3} for i in range(60)]
+    kind = pa.struct({"x": pa.uint32(), "y": pa.uint32(), "f": pa.float64()})
+    outer = pa.struct([pa.field("n", pa.int64()), pa.field("p", kind, metadata={mark: "true"})])
+    fields = [pa.field("id", pa.int64()), pa.field("c", kind, metadata={mark: "true"}), pa.field("o", outer)]
+    arrays = [range(60), pa.array(rows, kind), pa.array([{"n": -i, "p": row} for i, row in enumerate(rows)], outer)]
+    return lance.write_dataset(
+        pa.Table.from_arrays(list(map(pa.array, arrays)), schema=pa.schema(fields)),
+        str(path / "packed.lance"),
+        data_storage_version=file_version,
+    )
+
+
+@pytest.mark.parametrize("mark", ["packed", "lance-encoding:packed"])
+@pytest.mark.parametrize("file_version", FILE_VERSIONS)
+def test_fields_of_packed_structs(tmp_path: Path, file_version: str, mark: str) -> None:
+    """Lance itself gives other values under their names."""
+    dataset = packed(tmp_path, file_version, mark)
+    for rows in (np.array([5, 59, 16]), np.arange(60)):
+        ids = rows.tolist()
+        got = take_rows(dataset, rows, ["o.p.y", "id", "c.y", "o.n", "o.p.f", "c"])
+        assert got.column_names == ["o.p.y", "id", "c.y", "o.n", "o.p.f", "c"]
+        assert got["c.y"].to_pylist() == got["o.p.y"].to_pylist() == [2 * i for i in ids]
+        assert got["o.p.f"].to_pylist() == [i / 3 for i in ids]
+        assert got["o.n"].to_pylist() == [-i for i in ids]
+        assert got["c"].to_pylist() == [{"x": i, "y": 2 * i, "f": i / 3} for i in ids]
+        assert take_rows(dataset, rows, ["c.f"])["c.f"].to_pylist() == [i / 3 for i in ids]
+
+
+@pytest.mark.parametrize("file_version", FILE_VERSIONS)
+def test_filters_on_fields_of_packed_structs(tmp_path: Path, file_version: str) -> None:
+    dataset = packed(tmp_path, file_version, "packed")
+    for filter in ("c.y = 10", "C.y = 10", "c['y'] = 10", "id = 5 AND c.y = 10"):
+        with pytest.raises(ConfigError, match=r"packed struct.*reads \['c.y'\].*c IS NOT NULL AND \(") as info:
+            check_filter(dataset, filter, "table t")
+        rewritten = str(info.value).rpartition("as in ")[2][1:-1].replace("\\'", "'")
+        check_filter(dataset, rewritten, "table t")
+        assert scan_offsets(dataset, rewritten, False).tolist() == [5]
+    for filter in ("o.p.y = 10", "o.n = -5", "id = 5", "c IS NOT NULL AND id = 5"):
+        check_filter(dataset, filter, "table t")
+        assert scan_offsets(dataset, filter, False).tolist() == [5]
+
+
 @pytest.mark.parametrize("stable_ids", [False, True])
 def test_meta_columns(tmp_path: Path, stable_ids: bool) -> None:
     dataset = write(tmp_path / "t.lance", ids(300), UNEVEN_ROWS, enable_stable_row_ids=stable_ids)
@@ -449,7 +494,11 @@ def test_what_is_too_large_for_one_read_is_read_in_parts(
 def test_a_range_that_fails_without_a_word_is_taken(lists: lance.LanceDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lance's ranges of rows end without saying that an offset overflowed."""
     monkeypatch.setattr(take_module, "MIN_RANGE_RUN_ROWS", 2)
-    monkeypatch.setattr(take_module, "_read_ranges", lambda *_: pa.RecordBatchReader.from_batches(pa.schema([]), [1]))
+
+    def end(*_: Any) -> None:
+        raise pa.ArrowInvalid("External error: Lance reader producer terminated before end of stream")
+
+    monkeypatch.setattr(take_module, "_read_ranges", end)
     limit_takes(monkeypatch, 30, OVERFLOWS[1])
     assert take_rows(lists, np.arange(40), ["id", "v"])["id"].to_pylist() == list(range(40))
 
