@@ -23,12 +23,13 @@ BENCHMARKS = {
     "rescale": 600.0,
     "planning": 240.0,
     "fragments": 60.0,
+    "columns": 300.0,
     "stall": 120.0,
     "memory": 180.0,
     "transforms": 180.0,
     "object_storage": 400.0,
 }
-WITHOUT_RAY = ("planning", "fragments")
+WITHOUT_RAY = ("planning", "fragments", "columns")
 FORGIVEN_EXIT_S = 60.0
 
 

@@ -79,7 +79,8 @@ def lance_stream(
             longer reads for less randomness.
         epoch: first epoch.
         columns: columns to read; None: all.
-        filter: SQL prefilter; rows that do not match are never read.
+        filter: SQL prefilter; rows that do not match are never read. Columns are written plain or in `backticks`, texts in
+            single quotes: double quotes make a text, too.
         order: id of the row order; see docs/order.md. "lancedb" is that of `lancedb.streaming.StreamingDataset`.
         permutation: a permutation table of LanceDB that lists the rows of each split, the same in each epoch. num_splits
             and the table version come from it; splits are cut to the shortest.

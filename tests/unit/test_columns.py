@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lance
@@ -15,6 +17,7 @@ import torch
 from lance.arrow import bfloat16_array
 from ray.data.block import BlockAccessor
 
+from ray_lance_stream.blobs import blob_fields, unreadable_blobs
 from ray_lance_stream.columns import (
     NullInTensorError,
     TensorCollateFn,
@@ -24,6 +27,7 @@ from ray_lance_stream.columns import (
 )
 from ray_lance_stream.decode import decoded
 from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.selection import check_columns
 from ray_lance_stream.take import take_rows
 from tests.column_types import COLUMNS, NUM_ROWS, columns_of, slug, write
 
@@ -324,3 +328,38 @@ def test_dtypes() -> None:
 def test_a_dtype_for_no_column() -> None:
     with pytest.raises(ConfigError, match=r"dtypes must name columns of the stream, got \['x'\]: they are \['i'\]"):
         to_torch(pa.table({"i": [1]}), {"x": torch.int8})
+
+
+# Tables of many columns
+
+
+def wide(num_columns: int) -> pa.Table:
+    vectors = pa.FixedSizeListArray.from_arrays(np.zeros(8, np.float32), 2)
+    words = pa.array(["a", "b", "a", "b"]).dictionary_encode()
+    columns = [vectors, words, pa.array([1, 2, 3, 4])]
+    return pa.table({f"c{number}": columns[number % 3] for number in range(num_columns)})
+
+
+def test_columns_are_changed_at_once() -> None:
+    table = wide(6)
+    got = with_tensor_columns(decoded(table))
+    assert got.column_names == table.column_names
+    assert got["c1"].type == pa.string()
+    assert to_numpy(got)["c3"].shape == (4, 2)
+    assert got["c5"].to_pylist() == [1, 2, 3, 4]
+
+
+def test_time_grows_with_the_columns_and_not_with_their_square() -> None:
+    few, many = 400, 3200  # squares would take 64 times as long
+
+    def cpu_s(num_columns: int) -> float:
+        dictionaries, schema = wide(num_columns), wide(num_columns).schema
+        decoded(dictionaries)  # warm
+        begun_s = time.process_time()
+        batch_schema(decoded(dictionaries).schema)
+        blob_fields(schema, schema.names)
+        unreadable_blobs(schema, schema.names)
+        check_columns(SimpleNamespace(schema=schema), schema.names, "t")  # type: ignore[arg-type]
+        return time.process_time() - begun_s
+
+    assert min(cpu_s(many) for _ in range(2)) < 32 * max(cpu_s(few) for _ in range(3))
