@@ -32,7 +32,7 @@ def run(context: Context) -> list[Table]:
     )
     rows = np.random.default_rng(0).permutation(TABLE_ROWS)[:READ_ROWS].astype(np.int64)
     for num_columns in (100, 200) if context.quick else COLUMNS:
-        uri = str(context.data / "columns.lance")
+        uri = str(context.data / f"columns-{num_columns}.lance")
         shutil.rmtree(uri, ignore_errors=True)
         take_s, read_s, tensors_s, made_s = _measured(uri, num_columns, rows, context.repeats)
         ratios = [read / take for read, take in zip(read_s, take_s, strict=True)]
