@@ -661,7 +661,6 @@ def test_projected_schema(typed: TableRef) -> None:
         "s.b < 40",
         "s.t.c = '33'",
         "x = NULL",
-        "true",
         "id > 20\n  AND id < 30 -- a comment",
         "_rowid > 40",
         "_rowaddr < 4294967296",
