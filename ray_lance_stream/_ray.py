@@ -163,7 +163,8 @@ class ShardBatchIterator(BatchIterator):
 
     def _resolve_block_refs(self, block_refs: Iterator[Any]) -> Iterator[ResolvedBlock]:
         # A generator would hold each block until the next one is asked for.
-        return iter(functools.partial(self._next_block, block_refs), None)
+        next_block: Any = contained(functools.partial(self._next_block, block_refs), "reading")
+        return iter(next_block, None)
 
     def _next_block(self, block_refs: Iterator[Any]) -> ResolvedBlock | None:
         asked_s = time.perf_counter()

@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from ray_lance_stream._ray import block_rows, concat_tables
 from ray_lance_stream.doing import READING, TRANSFORMING, Step
-from ray_lance_stream.errors import StreamError, TransformError
+from ray_lance_stream.errors import StreamError, TransformError, text_of
 from ray_lance_stream.failures import attempt
-from ray_lance_stream.loaded import LoadedTransform, attempt_user, text_of
+from ray_lance_stream.loaded import LoadedTransform, attempt_user
 from ray_lance_stream.plan import StreamPlan
 from ray_lance_stream.reader import ChunkInfo, ReadRequest
 from ray_lance_stream.replaced import WINDOW_POSITIONS, Replaced, stand_ins

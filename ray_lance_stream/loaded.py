@@ -15,7 +15,8 @@ import ray
 
 from ray_lance_stream._ray import from_batch
 from ray_lance_stream.columns import to_batch
-from ray_lance_stream.errors import TransformError
+from ray_lance_stream.error_transport import PASSING
+from ray_lance_stream.errors import TransformError, text_of
 from ray_lance_stream.failures import attempt
 from ray_lance_stream.transform import Transform, UserCall
 
@@ -57,7 +58,8 @@ class LoadedTransform:
         """What the user's function makes of some rows.
 
         Raises:
-            TransformError: another number of rows, no batch, or what is no error but would end the process.
+            TransformError: another number of rows, or no batch.
+            KeyboardInterrupt, SystemExit: as the function raised them.
         """
         name = self.transform.name
         batch = to_batch(rows, self.transform.batch_format)
@@ -94,14 +96,12 @@ def attempt_user(what: str, call: Callable[[], Any]) -> tuple[Any, BaseException
     """(result, None) or (None, exception) of code of the user's.
 
     Raises:
-        TransformError: it raised what is no error, such as SystemExit, and would end the process.
+        KeyboardInterrupt, SystemExit: as they are.
+        TransformError: it raised something else that is no error, such as GeneratorExit.
     """
     try:
         return attempt(call)
+    except PASSING:
+        raise
     except BaseException as error:
         raise TransformError(f"{what} raised {text_of(error)}, which is no error; raise an Exception", error) from error
-
-
-def text_of(failure: BaseException | None) -> str:
-    """Type and text of what was raised."""
-    return f"{type(failure).__name__}: {failure}"

@@ -41,6 +41,7 @@ from ray_lance_stream.columns import TensorCollateFn
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.cursor import Position
 from ray_lance_stream.doing import READING, TRANSFORMING
+from ray_lance_stream.error_transport import Failure
 from ray_lance_stream.feed import Feed, Told
 from ray_lance_stream.own_reads import NumpyFunction, OwnReads, PassSpec
 from ray_lance_stream.reader import ChunkInfo
@@ -335,9 +336,10 @@ def test_a_stream_data_loader_is_told_what_came_and_what_failed(path, as_worker)
     as_worker(0, 1)
     *batches, last = Feed(spec_of(stream, 24, read_batch_size=1), Position(0), told=True, once=False).batches()
     assert all(told.failure is None and told.info.num_rows == 24 for told in batches)
-    error, text = last.failure
+    error = last.failure.to_error()
     assert isinstance(error, TransformError)
-    assert "halve" in text
+    assert isinstance(error.__cause__, ValueError)
+    assert "in halve" in str(error.__cause__.__cause__)
 
 
 def test_what_comes_with_a_batch_is_left_alone_by_torch():
@@ -345,11 +347,11 @@ def test_what_comes_with_a_batch_is_left_alone_by_torch():
         def pin_memory(self):
             return "pinned"
 
-    told = Told(Pinnable(), ChunkInfo(1, 2, 3), (ValueError("x"), "text"))
+    told = Told(Pinnable(), ChunkInfo(1, 2, 3), Failure.of(ValueError("x")))
     assert tuple(pin_memory(told)) == ("pinned", told.info, told.failure)
     assert default_convert(Told({"x": np.zeros(2)}, told.info)).batch["x"].shape == torch.Size([2])
     assert default_convert(told).info is told.info
-    assert list(default_convert(told).failure) == list(told.failure)
+    assert default_convert(told).failure == told.failure
 
 
 def test_workers_that_persist_are_told_where_to_begin(path, as_worker):
@@ -416,7 +418,7 @@ def test_a_batch_that_cannot_be_pickled_is_an_error_and_no_hang(path, as_worker,
     def collect() -> None:
         for each in batches:
             if told and each.failure is not None:
-                raise each.failure[0]
+                raise each.failure.to_error()
             found.append(each.batch if told else each)
 
     with pytest.raises(ConfigError, match=text):
