@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 from ray._private.state import actors
+from ray.data import DataContext
 from ray.data._internal.arrow_ops.transform_pyarrow import concat
 from ray.data._internal.block_batching.interfaces import Batch, BlockStageTimings, FinalizedBatch, ResolvedBlock
 from ray.data._internal.block_batching.iter_batches import (
@@ -50,6 +51,7 @@ __all__ = [
     "ref_bundle",
     "unpinned",
     "where_is",
+    "within_context",
 ]
 
 
@@ -99,6 +101,37 @@ def concat_tables(tables: list[pa.Table]) -> pa.Table:
     return tables[0] if len(tables) == 1 else concat(tables, preserve_order=True, promote_types=True)
 
 
+class _CurrentContexts:
+    """How many users' functions run under a DataContext that was made current for them, and what was current before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._before: DataContext | None = None
+
+    @contextmanager
+    def within(self, context: DataContext | None) -> Iterator[None]:
+        """`DataContext.get_current()` is this one; None leaves it. It is one for all threads of a process, so that of
+        before comes back when no function runs any more."""
+        if context is None:
+            yield
+            return
+        with self._lock:
+            before = DataContext._set_current(context)
+            self._before = self._before if self._running else before
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                if not self._running:
+                    DataContext._set_current(self._before)
+
+
+within_context = _CurrentContexts().within
+
+
 def unpinned(collate_fn: Any) -> Any:
     """The `collate_fn` that `pin_memory=True` has wrapped; any other one as it is."""
     return collate_fn._collate_fn if isinstance(collate_fn, _PinMemoryCollateFnWrapper) else collate_fn
@@ -113,6 +146,7 @@ class ShardBatchIterator(BatchIterator):
         on_batch: called in the loop's thread with the number of rows it is about to receive.
         on_end: called in the loop's thread when no batch is left; raises if rows are missing, since Ray's threads
             swallow a BaseException and end as if complete.
+        context: current where users' functions run.
         kwargs: as BatchIterator.
     """
 
@@ -123,9 +157,13 @@ class ShardBatchIterator(BatchIterator):
         fetch: Callable[[ray.ObjectRef], Block | None],
         on_batch: Callable[[int], None],
         on_end: Callable[[], None],
+        context: DataContext,
         **kwargs: Any,
     ) -> None:
-        kwargs["collate_fn"] = contained(kwargs.get("collate_fn"), "collate_fn")
+        collate_fn = kwargs.get("collate_fn")
+        if collate_fn is not None:
+            collate_fn = within_context(context)(collate_fn)
+        kwargs["collate_fn"] = contained(collate_fn, "collate_fn")
         kwargs["finalize_fn"] = contained(kwargs.get("finalize_fn"), "finalize_fn")
         super().__init__(ref_bundles, **kwargs)
         self._fetch = fetch

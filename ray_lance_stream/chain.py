@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ray_lance_stream._ray import block_rows, concat_tables
+from ray_lance_stream._ray import block_rows, concat_tables, within_context
 from ray_lance_stream.doing import READING, TRANSFORMING, Step
 from ray_lance_stream.errors import StreamError, TransformError, text_of
 from ray_lance_stream.failures import attempt
@@ -174,7 +174,8 @@ class _Step:
         decision: Any = self._call.call.on_error
         if callable(decision):
             values = next(block_rows(self._table.slice(row, 1)))
-            decided, wrong = attempt_user(name_of(decision), partial(decision, failure, values))
+            with within_context(self._call.call.context):
+                decided, wrong = attempt_user(name_of(decision), partial(decision, failure, values))
             if wrong is not None or decided not in ("raise", "replace"):
                 what = text_of(wrong) if wrong is not None else f"returned {decided!r}"
                 raise TransformError(

@@ -113,6 +113,7 @@ class EpochPass(DataIterator):
             fetch=self._fetch,
             on_batch=self._on_batch,
             on_end=self._check_complete,
+            context=self._shard.get_context(),
             **kwargs,
         )
         return self._batch_iterator

@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import ray
 
-from ray_lance_stream._ray import from_batch
+from ray_lance_stream._ray import from_batch, within_context
 from ray_lance_stream.columns import to_batch
 from ray_lance_stream.error_transport import PASSING
 from ray_lance_stream.errors import TransformError, text_of
@@ -45,7 +45,8 @@ class LoadedTransform:
             self._one_at_a_time = threading.Lock()  # the threads of a reader share the instance
             args, kwargs = _resolved(self.call.constructor_args, self.call.constructor_kwargs)
             constructor = partial(self.call.fn, *args, **kwargs)
-            instance, failure = attempt_user(f"the constructor of {transform.name}", constructor)
+            with within_context(self.call.context):
+                instance, failure = attempt_user(f"the constructor of {transform.name}", constructor)
             if failure is not None:
                 raise TransformError(
                     f"the constructor of {transform.name} failed: {text_of(failure)}", failure
@@ -61,6 +62,10 @@ class LoadedTransform:
             TransformError: another number of rows, or no batch.
             KeyboardInterrupt, SystemExit: as the function raised them.
         """
+        with within_context(self.call.context):  # it also decides which types an array becomes
+            return self._run(rows)
+
+    def _run(self, rows: pa.Table) -> pa.Table:
         name = self.transform.name
         batch = to_batch(rows, self.transform.batch_format)
         with self._one_at_a_time:

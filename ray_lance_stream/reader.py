@@ -16,6 +16,7 @@ import pyarrow as pa
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_lance_stream.actor_method import actor_method
 from ray_lance_stream.allocator import keep_freed_memory
 from ray_lance_stream.config import ReadPlan
 from ray_lance_stream.cursor import ChunkSpan
@@ -161,14 +162,14 @@ class SplitReader:
         """Answers once the actor runs."""
         return True
 
-    @ray.method(num_returns=2)
+    @actor_method(num_returns=2)
     def read(self, request: ReadRequest) -> ChunkAnswer:
         """Read one chunk; errors of `read_chunk` are a Failure in place of the ChunkInfo."""
         with self._desk.at(request.send_id) as tell:
             tell(LOOKING_UP)
             return answered(lambda: read_chunk(request, self._resolved(request.plan), tell))
 
-    @ray.method(concurrency_group="questions")
+    @actor_method(concurrency_group="questions")
     def doing(self, send_id: str) -> Doing:
         """What is done with a read."""
         return self._desk.doing(send_id)

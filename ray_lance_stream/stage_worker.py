@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 
+from ray_lance_stream.actor_method import actor_method
 from ray_lance_stream.chain import Chain, kept_chains
 from ray_lance_stream.error_transport import Failure, answered
 from ray_lance_stream.reader import ChunkAnswer, ChunkInfo, ReadRequest
@@ -47,7 +48,7 @@ class StageWorker:
         answered(self._chain.load)
         return True
 
-    @ray.method(num_returns=2)
+    @actor_method(num_returns=2)
     def apply(self, table: pa.Table | None, info: ChunkInfo | Failure, request: ReadRequest) -> ChunkAnswer:
         """See run_chain."""
         return run_chain(self._chain, table, info, request)
