@@ -49,6 +49,7 @@ __all__ = [
     "in_train_worker",
     "local_mode_name",
     "ref_bundle",
+    "take_rows",
     "unpinned",
     "where_is",
     "within_context",
@@ -94,6 +95,11 @@ def _frozen(column: Any, copy: bool) -> Any:
         column = column.copy() if copy else column.view()
         column.flags.writeable = False
     return column
+
+
+def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
+    """Rows of a table by their indices, int64 [rows]; tensors too, which Arrow's own `take` does not know."""
+    return BlockAccessor.for_block(table).take(rows.tolist())
 
 
 def concat_tables(tables: list[pa.Table]) -> pa.Table:
@@ -147,6 +153,7 @@ class ShardBatchIterator(BatchIterator):
         on_end: called in the loop's thread when no batch is left; raises if rows are missing, since Ray's threads
             swallow a BaseException and end as if complete.
         context: current where users' functions run.
+        check_numpy: called with the rows of a batch that becomes numpy arrays.
         kwargs: as BatchIterator.
     """
 
@@ -158,6 +165,7 @@ class ShardBatchIterator(BatchIterator):
         on_batch: Callable[[int], None],
         on_end: Callable[[], None],
         context: DataContext,
+        check_numpy: Callable[[Block], None],
         **kwargs: Any,
     ) -> None:
         collate_fn = kwargs.get("collate_fn")
@@ -169,6 +177,7 @@ class ShardBatchIterator(BatchIterator):
         self._fetch = fetch
         self._on_batch = on_batch
         self._on_end = on_end
+        self._check_numpy = check_numpy
         self._closed = False
         self._threads: set[threading.Thread] = set()
         # The thread of the pipeline has one batch ready in any case: a second thread takes more time than it saves.
@@ -220,7 +229,13 @@ class ShardBatchIterator(BatchIterator):
 
     def _blocks_to_batches(self, blocks: Iterator[ResolvedBlock]) -> Iterator[Batch]:
         batches = super()._blocks_to_batches(blocks)
+        if self._batch_format in ("numpy", "default"):
+            batches = map(self._numpy_checked, batches)
         return map(self._through_gate, batches) if self._preserve_order else batches
+
+    def _numpy_checked(self, batch: Batch) -> Batch:
+        self._check_numpy(batch.data)
+        return batch
 
     def _format_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         if self._in_threads:

@@ -9,15 +9,17 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import ray
 
-from ray_lance_stream._ray import from_batch, within_context
+from ray_lance_stream._ray import from_batch, take_rows, within_context
 from ray_lance_stream.columns import to_batch
 from ray_lance_stream.error_transport import PASSING
 from ray_lance_stream.errors import TransformError, text_of
 from ray_lance_stream.failures import attempt
+from ray_lance_stream.nullable_ints import exact_parts, join_rows, with_unchanged_columns
 from ray_lance_stream.transform import Transform, UserCall
 
 
@@ -63,7 +65,11 @@ class LoadedTransform:
             KeyboardInterrupt, SystemExit: as the function raised them.
         """
         with within_context(self.call.context):  # it also decides which types an array becomes
-            return self._run(rows)
+            parts = exact_parts(rows) if self.transform.batch_format == "numpy" else []
+            if len(parts) < 2:
+                return self._run(rows)
+            output = join_rows([self._run(rows.take(part)) for part in parts])
+            return take_rows(output, np.argsort(np.concatenate(parts)))
 
     def _run(self, rows: pa.Table) -> pa.Table:
         name = self.transform.name
@@ -85,7 +91,9 @@ class LoadedTransform:
             given = " and ".join(str(count) for count in sorted(counts or {0}))
             raise TransformError(f"{name} must return as many rows as it is given, got {given} rows for {len(rows)}")
         # An instance may fill the same array at each call.
-        return from_batch(result, copy=self.transform.is_class)
+        output = from_batch(result, copy=self.transform.is_class)
+        is_numpy = self.transform.batch_format == "numpy" and isinstance(result, Mapping)
+        return with_unchanged_columns(output, rows) if is_numpy else output
 
 
 def _resolved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -20,6 +20,7 @@ from ray_lance_stream._ray import within_context
 from ray_lance_stream.columns import NullInTensorError, TensorCollateFn, null_error, refuse_nulls, with_tensor_columns
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.cursor import ChunkSpan, EpochWalk, Position
+from ray_lance_stream.nullable_ints import refuse_inexact
 from ray_lance_stream.own_batches import OwnBatches
 from ray_lance_stream.own_read import OwnRead
 from ray_lance_stream.plan import StreamPlan
@@ -197,6 +198,8 @@ class OwnReads:
         batch: Any = rows
         if not isinstance(collate_fn, ArrowBatchCollateFn):
             batch_format = "pandas" if isinstance(collate_fn, PandasBatchCollateFn) else "numpy"
+            if batch_format == "numpy":
+                refuse_inexact(rows)
             batch = BlockAccessor.for_block(rows).to_batch_format(batch_format)
         with within_context(self._spec.context):
             return collate_fn(batch)
