@@ -175,6 +175,7 @@ def make_transform(
         tuple(fn_constructor_args or ()),
         dict(fn_constructor_kwargs or {}),
         on_transform_error,
+        context,
     )
     return Transform(
         uuid.uuid4().hex, name, is_class, batch_size, batch_format, max_replaced_rows, Shared(_pickled(call, name))

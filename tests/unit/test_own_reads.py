@@ -22,6 +22,7 @@ import ray
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ray.data import DataContext
 from ray.data.collate_fn import ArrowBatchCollateFn, PandasBatchCollateFn
 from torch.utils.data import default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -352,6 +353,16 @@ def test_what_comes_with_a_batch_is_left_alone_by_torch():
     assert default_convert(Told({"x": np.zeros(2)}, told.info)).batch["x"].shape == torch.Size([2])
     assert default_convert(told).info is told.info
     assert default_convert(told).failure == told.failure
+
+
+def test_a_collate_fn_finds_the_data_context_of_the_stream(path):
+    stream = lance_stream(path, num_splits=NUM_SPLITS)
+    stream.context.set_config("who", "driver")
+    spec = spec_of(
+        stream, 24, collate_fn=NumpyFunction(lambda batch: DataContext.get_current().get_config("who", None))
+    )
+    batches = [batch for batch, _ in OwnReads(replace(spec, context=stream.context), Position(0), 0, 1)]
+    assert set(batches) == {"driver"}
 
 
 def test_workers_that_persist_are_told_where_to_begin(path, as_worker):

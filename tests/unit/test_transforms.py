@@ -19,8 +19,10 @@ import pytest
 import ray
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ray.data import DataContext
 
 from ray_lance_stream import ConfigError, LanceStream, TransformError, lance_stream
+from ray_lance_stream._ray import within_context
 from ray_lance_stream.chain import Chain
 from ray_lance_stream.cursor import ChunkSpan
 from ray_lance_stream.error_transport import Failure, answered
@@ -384,6 +386,50 @@ def test_a_function_whose_module_is_missing_is_told(stream, monkeypatch):
     monkeypatch.setattr("ray_lance_stream.loaded.pickle.loads", partial(raises, ModuleNotFoundError("no such module")))
     with pytest.raises(TransformError, match=r"numpy_sum cannot be loaded where it is to run: ModuleNotFoundError"):
         Chain(mapped._config.stages[0]).load()
+
+
+# ---- settings of the driver
+
+
+def who() -> str:
+    return str(DataContext.get_current().get_config("who", "nobody"))
+
+
+class Says:
+    def __init__(self) -> None:
+        self.made_by = who()
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **batch,
+            "made": np.array([self.made_by] * len(batch["id"])),
+            "called": np.array([who()] * len(batch["id"])),
+        }
+
+
+def test_functions_find_the_data_context_of_their_stream(path):
+    """Also where it was changed on the driver afterwards; and it does not stay behind in the process."""
+    stream = lance_stream(path, num_splits=NUM_SPLITS)
+    stream.context.set_config("who", "driver")
+    answers = {"on_transform_error": lambda error, row: "replace" if who() == "driver" else "raise"}
+    mapped = stream.map_batches(Says).map_batches(fail_on(ids_of(chunk(stream)[0])[:1]), **answers)
+    assert len(mapped._config.stages[0].transforms[0].call.get()) < 20_000  # once for each process, not with each read
+    before = DataContext.get_current()
+    table, _ = chunk(mapped)
+    assert set(table["made"].to_pylist()) == set(table["called"].to_pylist()) == {"driver"}
+    assert DataContext.get_current() is before
+    assert who() == "nobody"
+
+
+def test_overlapping_functions_leave_the_data_context_as_it_was():
+    before, own = DataContext.get_current(), DataContext.get_current().copy()
+    first, second = within_context(own), within_context(own)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert DataContext.get_current() is own
+    second.__exit__(None, None, None)
+    assert DataContext.get_current() is before
 
 
 # ---- "replace"
