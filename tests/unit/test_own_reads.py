@@ -43,6 +43,7 @@ from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.cursor import Position
 from ray_lance_stream.doing import READING, TRANSFORMING
 from ray_lance_stream.error_transport import Failure
+from ray_lance_stream.errors import UnpicklableError
 from ray_lance_stream.feed import Feed, Told
 from ray_lance_stream.own_reads import NumpyFunction, OwnReads, PassSpec
 from ray_lance_stream.reader import ChunkInfo
@@ -391,7 +392,7 @@ class Unpicklable(Exception):
         super().__init__(text)
 
 
-def test_an_error_that_cannot_be_pickled_is_left_to_torch(path, as_worker):
+def test_an_error_that_cannot_be_pickled_arrives_as_its_text(path, as_worker):
     """In a queue between processes it would be lost, and the loop wait for ever."""
 
     def fail(batch):
@@ -399,8 +400,25 @@ def test_an_error_that_cannot_be_pickled_is_left_to_torch(path, as_worker):
 
     stream = lance_stream(path, num_splits=NUM_SPLITS)
     as_worker(0, 1)
-    with pytest.raises(Unpicklable, match="no way"):
-        list(Feed(spec_of(stream, 24, collate_fn=NumpyFunction(fail)), Position(0), told=True, once=False).batches())
+    made = Feed(spec_of(stream, 24, collate_fn=NumpyFunction(fail)), Position(0), told=True, once=False)
+    (told,) = made.batches()
+    error = told.failure.to_error()
+    assert (type(error), str(error)) == (UnpicklableError, "Unpicklable: no way")
+    assert "in fail" in str(error.__cause__)
+
+
+def test_what_ends_the_program_is_passed_on_by_a_worker(path, as_worker):
+    """Which would end in silence."""
+
+    def leave(batch):
+        raise SystemExit(7)
+
+    stream = lance_stream(path, num_splits=NUM_SPLITS)
+    as_worker(0, 1)
+    for spec in (spec_of(stream, 24, collate_fn=NumpyFunction(leave)), spec_of(stream.map_batches(leave), 24)):
+        (told,) = Feed(spec, Position(0), told=True, once=False).batches()
+        error = told.failure.to_error()
+        assert (type(error), error.code) == (SystemExit, 7)
 
 
 class Sent:
