@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,10 @@ class StreamCoordinator:
         self._lists = RowLists()
         self._shelf = ReaderShelf(partial(start_reader, label, table), KEEP_READERS_S, time.monotonic)
         here = ray.get_runtime_context()
-        if not here.was_current_actor_reconstructed:  # who has lost readers asks for new ones, never for the spare
+        with warnings.catch_warnings():  # of Ray, whose property asks for an id in a way that it has deprecated
+            warnings.simplefilter("ignore")
+            is_restarted = here.was_current_actor_reconstructed
+        if not is_restarted:  # who has lost readers asks for new ones, never for the spare
             self._shelf.spare(here.get_node_id(), KEEP_SPARE_S)
         self._stages = StageShelf(_start_stage_worker, KEEP_READERS_S, time.monotonic)
         threading.Thread(target=self._sweep, name="sweep readers", daemon=True).start()
