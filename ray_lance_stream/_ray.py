@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 from ray._private.state import actors
+from ray.data import DataContext
 from ray.data._internal.arrow_ops.transform_pyarrow import concat
 from ray.data._internal.block_batching.interfaces import Batch, BlockStageTimings, FinalizedBatch, ResolvedBlock
 from ray.data._internal.block_batching.iter_batches import (
@@ -48,8 +49,10 @@ __all__ = [
     "in_train_worker",
     "local_mode_name",
     "ref_bundle",
+    "take_rows",
     "unpinned",
     "where_is",
+    "within_context",
 ]
 
 
@@ -94,9 +97,45 @@ def _frozen(column: Any, copy: bool) -> Any:
     return column
 
 
+def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
+    """Rows of a table by their indices, int64 [rows]; tensors too, which Arrow's own `take` does not know."""
+    return BlockAccessor.for_block(table).take(rows.tolist())
+
+
 def concat_tables(tables: list[pa.Table]) -> pa.Table:
     """Tables one after the other, also where tensors differ in shape, and numbers in type as nulls make them."""
     return tables[0] if len(tables) == 1 else concat(tables, preserve_order=True, promote_types=True)
+
+
+class _CurrentContexts:
+    """How many users' functions run under a DataContext that was made current for them, and what was current before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._before: DataContext | None = None
+
+    @contextmanager
+    def within(self, context: DataContext | None) -> Iterator[None]:
+        """`DataContext.get_current()` is this one; None leaves it. It is one for all threads of a process, so that of
+        before comes back when no function runs any more."""
+        if context is None:
+            yield
+            return
+        with self._lock:
+            before = DataContext._set_current(context)
+            self._before = self._before if self._running else before
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                if not self._running:
+                    DataContext._set_current(self._before)
+
+
+within_context = _CurrentContexts().within
 
 
 def unpinned(collate_fn: Any) -> Any:
@@ -113,6 +152,8 @@ class ShardBatchIterator(BatchIterator):
         on_batch: called in the loop's thread with the number of rows it is about to receive.
         on_end: called in the loop's thread when no batch is left; raises if rows are missing, since Ray's threads
             swallow a BaseException and end as if complete.
+        context: current where users' functions run.
+        check_numpy: called with the rows of a batch that becomes numpy arrays.
         kwargs: as BatchIterator.
     """
 
@@ -123,14 +164,20 @@ class ShardBatchIterator(BatchIterator):
         fetch: Callable[[ray.ObjectRef], Block | None],
         on_batch: Callable[[int], None],
         on_end: Callable[[], None],
+        context: DataContext,
+        check_numpy: Callable[[Block], None],
         **kwargs: Any,
     ) -> None:
-        kwargs["collate_fn"] = contained(kwargs.get("collate_fn"), "collate_fn")
+        collate_fn = kwargs.get("collate_fn")
+        if collate_fn is not None:
+            collate_fn = within_context(context)(collate_fn)
+        kwargs["collate_fn"] = contained(collate_fn, "collate_fn")
         kwargs["finalize_fn"] = contained(kwargs.get("finalize_fn"), "finalize_fn")
         super().__init__(ref_bundles, **kwargs)
         self._fetch = fetch
         self._on_batch = on_batch
         self._on_end = on_end
+        self._check_numpy = check_numpy
         self._closed = False
         self._threads: set[threading.Thread] = set()
         # The thread of the pipeline has one batch ready in any case: a second thread takes more time than it saves.
@@ -163,7 +210,8 @@ class ShardBatchIterator(BatchIterator):
 
     def _resolve_block_refs(self, block_refs: Iterator[Any]) -> Iterator[ResolvedBlock]:
         # A generator would hold each block until the next one is asked for.
-        return iter(functools.partial(self._next_block, block_refs), None)
+        next_block: Any = contained(functools.partial(self._next_block, block_refs), "reading")
+        return iter(next_block, None)
 
     def _next_block(self, block_refs: Iterator[Any]) -> ResolvedBlock | None:
         asked_s = time.perf_counter()
@@ -181,7 +229,13 @@ class ShardBatchIterator(BatchIterator):
 
     def _blocks_to_batches(self, blocks: Iterator[ResolvedBlock]) -> Iterator[Batch]:
         batches = super()._blocks_to_batches(blocks)
+        if self._batch_format in ("numpy", "default"):
+            batches = map(self._numpy_checked, batches)
         return map(self._through_gate, batches) if self._preserve_order else batches
+
+    def _numpy_checked(self, batch: Batch) -> Batch:
+        self._check_numpy(batch.data)
+        return batch
 
     def _format_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         if self._in_threads:

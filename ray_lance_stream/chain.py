@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ray_lance_stream._ray import block_rows, concat_tables
+from ray_lance_stream._ray import block_rows, within_context
 from ray_lance_stream.doing import READING, TRANSFORMING, Step
-from ray_lance_stream.errors import StreamError, TransformError
+from ray_lance_stream.errors import StreamError, TransformError, text_of
 from ray_lance_stream.failures import attempt
-from ray_lance_stream.loaded import LoadedTransform, attempt_user, text_of
+from ray_lance_stream.loaded import LoadedTransform, attempt_user
+from ray_lance_stream.nullable_ints import join_rows
 from ray_lance_stream.plan import StreamPlan
 from ray_lance_stream.reader import ChunkInfo, ReadRequest
 from ray_lance_stream.replaced import WINDOW_POSITIONS, Replaced, stand_ins
@@ -126,7 +127,7 @@ class _Step:
             hi = min(lo + size, len(self._table))
             output, failure = self._attempt(lo, hi)
             outputs += [output] if output is not None else self._mended(lo, hi, failure)
-        joined, failure = attempt(partial(concat_tables, outputs))
+        joined, failure = attempt(partial(join_rows, outputs))
         if joined is None:
             text = f"{self._name} must return the same types for all rows, but its batches cannot be joined"
             raise TransformError(f"{text}: {text_of(failure)}", failure) from failure
@@ -174,7 +175,8 @@ class _Step:
         decision: Any = self._call.call.on_error
         if callable(decision):
             values = next(block_rows(self._table.slice(row, 1)))
-            decided, wrong = attempt_user(name_of(decision), partial(decision, failure, values))
+            with within_context(self._call.call.context):
+                decided, wrong = attempt_user(name_of(decision), partial(decision, failure, values))
             if wrong is not None or decided not in ("raise", "replace"):
                 what = text_of(wrong) if wrong is not None else f"returned {decided!r}"
                 raise TransformError(

@@ -39,7 +39,7 @@ def with_tensor_columns(table: pa.Table) -> pa.Table:
     """
     tensors: dict[int, tuple[pa.Field, pa.Array]] = {}
     for index, field in enumerate(table.schema):
-        if _is_tensor(field.type):
+        if is_tensor(field.type):
             chunks = table.column(index).chunks or [pa.nulls(0, field.type)]
             # Not combine_chunks(), which copies even one chunk.
             array = _tensors(chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks), field.name)
@@ -166,7 +166,8 @@ def _element_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _is_tensor(kind: pa.DataType) -> bool:
+def is_tensor(kind: pa.DataType) -> bool:
+    """Whether values of a type have a fixed shape of numbers or bools."""
     element = _element_type(kind)
     is_number = pa.types.is_integer(element) or pa.types.is_floating(element) or pa.types.is_boolean(element)
     return is_number and element != kind

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from ray_lance_stream.actor_method import actor_method
 from ray_lance_stream.attempts import Attempt, AttemptBook, PassStart, RankProgress, Turn
 from ray_lance_stream.config import ReadPlan, RowList, Shared
 from ray_lance_stream.epoch_versions import EpochVersions, newest_version
@@ -57,7 +59,10 @@ class StreamCoordinator:
         self._lists = RowLists()
         self._shelf = ReaderShelf(partial(start_reader, label, table), KEEP_READERS_S, time.monotonic)
         here = ray.get_runtime_context()
-        if not here.was_current_actor_reconstructed:  # who has lost readers asks for new ones, never for the spare
+        with warnings.catch_warnings():  # of Ray, whose property asks for an id in a way that it has deprecated
+            warnings.simplefilter("ignore")
+            is_restarted = here.was_current_actor_reconstructed
+        if not is_restarted:  # who has lost readers asks for new ones, never for the spare
             self._shelf.spare(here.get_node_id(), KEEP_SPARE_S)
         self._stages = StageShelf(_start_stage_worker, KEEP_READERS_S, time.monotonic)
         threading.Thread(target=self._sweep, name="sweep readers", daemon=True).start()
@@ -65,7 +70,7 @@ class StreamCoordinator:
     def __repr__(self) -> str:
         return f"StreamCoordinator[{getattr(self, '_label', '')}]"  # Ray asks before there is an instance
 
-    @ray.method(max_task_retries=0)
+    @actor_method(max_task_retries=0)
     def prepare(self, owner: Owner, node_id: str | None) -> None:
         """See ReaderShelf.prepare."""
         with self._lock:
@@ -85,7 +90,7 @@ class StreamCoordinator:
         with self._lock:
             return self._stages.claim(owner, stage, lost)
 
-    @ray.method(max_task_retries=0)
+    @actor_method(max_task_retries=0)
     def release(self, attempt_id: str, rank: int) -> None:
         """See ReaderShelf.release and StageShelf.release."""
         with self._lock:
@@ -99,7 +104,7 @@ class StreamCoordinator:
                 self._shelf.sweep()
                 self._stages.sweep()
 
-    @ray.method(concurrency_group="plans")
+    @actor_method(concurrency_group="plans")
     def plan_at(self, plan: ReadPlan, version: int, pinned_as: PinnedAs | None) -> ReadPlan:
         """The plan of the same stream at another table version, which is kept from here on where the stream is pinned.
 
@@ -113,7 +118,7 @@ class StreamCoordinator:
         """See RowLists.ask."""
         return self._lists.ask(plan, epoch)
 
-    @ray.method(concurrency_group="plans")
+    @actor_method(concurrency_group="plans")
     def plan_of_epoch(
         self, attempt_id: str, epoch: int, plan: ReadPlan, first: bool, pinned_as: PinnedAs | None
     ) -> ReadPlan:
@@ -164,14 +169,14 @@ class StreamCoordinator:
         with self._lock:
             return self._book.register_pass(attempt, rank, turn, start)
 
-    @ray.method(max_task_retries=0)
+    @actor_method(max_task_retries=0)
     def record(self, attempt: Attempt, rank: int, progress: RankProgress) -> None:
         """See AttemptBook.record."""
         with self._lock:
             self._book.record(attempt, rank, progress)
             self._touch(attempt.attempt_id, rank)
 
-    @ray.method(max_task_retries=0)
+    @actor_method(max_task_retries=0)
     def alive(self, attempt_id: str, rank: int) -> None:
         """See ReaderShelf.touch and StageShelf.touch."""
         with self._lock:

@@ -14,7 +14,8 @@ from ray.data.datasource import Datasource, ReadTask
 from ray_lance_stream._ray import concat_tables
 from ray_lance_stream.config import MAX_CHUNK_ROWS, ReadPlan, StreamConfig, at_least
 from ray_lance_stream.cursor import ChunkSpan, CycleRange, EpochWalk, Position, cycles_in, part
-from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.error_transport import PASSING
+from ray_lance_stream.errors import ConfigError, TransformError, text_of
 from ray_lance_stream.plan import StreamPlan
 from ray_lance_stream.reader import ReadRequest, read_chunk
 from ray_lance_stream.row_lists import driver_lists
@@ -145,7 +146,10 @@ class EpochPart:
             rows = plan.grid.block_rows(self.block, lo, hi)
             span = ChunkSpan(lo, hi, skip_rows=0, num_rows=rows, end_row=rows)
             request = ReadRequest(self.plan, self.epoch, self.block, span, "to_dataset()", self.stage)
-            table, _ = read_chunk(request, plan)
+            try:
+                table, _ = read_chunk(request, plan)
+            except PASSING as error:  # Ray Data would lose the process, and read again
+                raise TransformError(f"{request.who}: a function of map_batches raised {text_of(error)}") from error
             tables.append(table)
         return concat_tables(tables)
 

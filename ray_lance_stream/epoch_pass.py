@@ -22,7 +22,9 @@ from ray_lance_stream._ray import (
 )
 from ray_lance_stream.columns import NullInTensorError, TensorCollateFn, null_error, refuse_nulls, with_tensor_columns
 from ray_lance_stream.cursor import EpochWalk
-from ray_lance_stream.errors import IterationError
+from ray_lance_stream.errors import IterationError, TransformError
+from ray_lance_stream.gate import PassedOn
+from ray_lance_stream.nullable_ints import refuse_inexact, with_types
 from ray_lance_stream.reader import ChunkInfo
 from ray_lance_stream.window import ReadWindow
 
@@ -49,6 +51,7 @@ class EpochPass(DataIterator):
         self._shard = shard
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self._types: dict[str, pa.DataType] = {}  # of the columns that transforms make
         self._to_tensors: TensorCollateFn | None = None
         self._count_batches = True
         self._walk: EpochWalk | None = None
@@ -66,7 +69,11 @@ class EpochPass(DataIterator):
         size: Any = self.batch_size  # Ray's annotation leaves out its own None
         running: Any = iter(super()._iter_batches(batch_size=size, drop_last=self.drop_last, **kwargs))
         self._running = running
-        yield from running
+        try:
+            yield from running
+        except PassedOn as passed:
+            original = passed.original
+            raise original from original.__cause__
         self._check_complete()  # Ray's iterator also ends when close() ends it
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -108,6 +115,8 @@ class EpochPass(DataIterator):
             fetch=self._fetch,
             on_batch=self._on_batch,
             on_end=self._check_complete,
+            context=self._shard.get_context(),
+            check_numpy=refuse_inexact,
             **kwargs,
         )
         return self._batch_iterator
@@ -154,6 +163,7 @@ class EpochPass(DataIterator):
             return None
         block, request = fetched
         try:
+            block = self._with_types(block) if self._shard.has_transforms else block
             table = with_tensor_columns(block)
             if self._to_tensors is not None:
                 self._to_tensors.prepare(block.schema)
@@ -161,6 +171,17 @@ class EpochPass(DataIterator):
             return table
         except NullInTensorError as error:
             raise null_error(self._shard.name, error, request, request.plan.resolve()) from None
+
+    def _with_types(self, block: pa.Table) -> pa.Table:
+        """A chunk that was transformed, with the types of the first one where nulls have made floats of ints."""
+        try:
+            block = with_types(block, self._types)
+        except ValueError as error:
+            raise TransformError(
+                f"stream {self._shard.name!r}: map_batches must return the same types: {error}"
+            ) from None
+        self._types = self._types or dict(zip(block.schema.names, block.schema.types, strict=True))
+        return block
 
     def _on_batch(self, rows: int) -> None:
         self._given_rows += rows

@@ -21,6 +21,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
+def text_of(failure: BaseException | None) -> str:
+    """Type and text of what was raised."""
+    return f"{type(failure).__name__}: {failure}"
+
+
 class StreamError(Exception):
     """Base of every error that ray_lance_stream raises on purpose."""
 
@@ -46,25 +51,26 @@ class TransformError(StreamError, RuntimeError):
 
     Args:
         text: what failed, on which row and rank, and why.
-        cause: what the function raised; goes along to other processes if it can be pickled.
+        cause: what the function raised.
     """
 
     def __init__(self, text: str, cause: BaseException | None = None) -> None:
-        cause = cause if cause is None or can_be_pickled(cause) else None
-        super().__init__(text, cause)
+        super().__init__(text)
         self.__cause__ = cause
 
-    def __str__(self) -> str:
-        return str(self.args[0])
+    def __reduce__(self) -> tuple[Any, ...]:
+        """With its cause, which exceptions otherwise leave behind, or with what stands for it."""
+        cause = self.__cause__
+        if cause is not None:
+            try:
+                pickle.loads(pickle.dumps(cause))
+            except Exception:
+                cause = UnpicklableError(text_of(cause))
+        return type(self), (str(self), cause)
 
 
-def can_be_pickled(error: BaseException) -> bool:
-    """Whether an error can go to another process as it is."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return False
-    return True
+class UnpicklableError(Exception):
+    """Stands for an exception of users' code that cannot go to another process: its type and text."""
 
 
 class IterationError(StreamError, RuntimeError):

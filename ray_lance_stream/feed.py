@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,8 @@ from torch.utils.data import get_worker_info
 from ray_lance_stream.allocator import keep_freed_memory
 from ray_lance_stream.config import Own, ReadPlan, Shared
 from ray_lance_stream.cursor import Position
-from ray_lance_stream.errors import ConfigError, IterationError, can_be_pickled
+from ray_lance_stream.error_transport import PASSING, Failure
+from ray_lance_stream.errors import ConfigError, IterationError
 from ray_lance_stream.failures import attempt
 from ray_lance_stream.own_reads import OwnReads, PassSpec
 from ray_lance_stream.reader import ChunkInfo
@@ -34,12 +34,12 @@ class Told(NamedTuple):
     Attributes:
         batch: as the collate_fn has made it.
         info: of the chunk that begins with this batch.
-        failure: what the worker raised in place of a batch, and its traceback as text.
+        failure: what the worker raised in place of a batch.
     """
 
     batch: Any
     info: ChunkInfo | None = None
-    failure: tuple[Exception, str] | None = None
+    failure: Failure | None = None
 
 
 class Feed:
@@ -129,10 +129,8 @@ def _told(reads: OwnReads) -> Iterator[Told]:
     try:
         for batch, info in reads:
             yield Told(sendable(batch), info)
-    except Exception as error:
-        if not can_be_pickled(error):
-            raise  # as text, by torch
-        yield Told(None, failure=(error, traceback.format_exc()))
+    except (Exception, *PASSING) as error:
+        yield Told(None, failure=Failure.of(error))
 
 
 def _without_lists(plan: ReadPlan) -> tuple[ReadPlan, dict[str, torch.Tensor]]:

@@ -6,23 +6,34 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ray_lance_stream.error_transport import PASSING
 from ray_lance_stream.errors import IterationError
 
 POLL_S = 1.0
 
 
-def contained(call: Callable[[Any], Any] | None, what: str) -> Callable[[Any], Any] | None:
+class PassedOn(Exception):
+    """Carries a KeyboardInterrupt or a SystemExit through Ray's threads, which hand on Exceptions only, to the loop."""
+
+    def __init__(self, original: BaseException) -> None:
+        super().__init__(repr(original))
+        self.original = original
+
+
+def contained(call: Callable[..., Any] | None, what: str) -> Callable[..., Any] | None:
     """`call`, with what would end a thread of Ray's batching in silence raised as an Exception."""
     if call is None:
         return None
 
-    def guarded(batch: Any) -> Any:
+    def guarded(*args: Any) -> Any:
         try:
-            return call(batch)
+            return call(*args)
         except StopIteration as error:
             cause: BaseException = error
         except Exception:
             raise
+        except PASSING as error:
+            raise PassedOn(error) from None
         except BaseException as error:
             cause = error
         raise IterationError(

@@ -15,7 +15,7 @@ from ray_lance_stream.attempts import RankProgress
 from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.dataset import epoch_dataset
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.meter import Tally
+from ray_lance_stream.meter import Tally, metrics_text
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.summary import PlanSummary, summarize
 
@@ -158,19 +158,31 @@ class Inspectable:
             for rank, told in self._snapshot(run).items()
         }
 
-    def stats(self, run: str | None = None) -> str:
-        """What all ranks of a run have counted in this attempt, added up, as last told; errors as `progress`.
+    def metrics(self, run: str | None = None) -> dict[str, Any]:
+        """What all ranks of a run have counted in this attempt, added up, as last reported: the numbers of
+        `StreamShard.metrics()`, and under "ranks" those of each rank.
 
         In local mode, and where the stream iterates itself, those of its only shard.
+
+        Raises:
+            ConfigError: several runs and no name, or an unknown name.
         """
         local = self._local_of(run)
         if local is not None:
+            tallies = {local.world_rank: local._meter.tally()}
+        else:
+            tallies = {rank: told.tally for rank, told in sorted(self._snapshot(run).items())}
+        total = sum(tallies.values(), Tally()).to_dict(sum(tally.rows_per_s for tally in tallies.values()))
+        return {**total, "ranks": {rank: tally.to_dict() for rank, tally in tallies.items()}}
+
+    def stats(self, run: str | None = None) -> str:
+        """`metrics()` as text; in local mode, and where the stream iterates itself, `stats()` of its only shard."""
+        local = self._local_of(run)
+        if local is not None:
             return local.stats()
-        ranks = self._snapshot(run)
-        tallies = [told.tally for told in ranks.values()]
-        total = sum(tallies, Tally()).to_text(sum(tally.rows_per_s for tally in tallies))
-        waits = ", ".join(f"{rank}: {told.tally.wait_share:.1%}" for rank, told in ranks.items())
-        return f"Ranks: {len(ranks)}\n{total}* Waiting by rank: {waits}\n"
+        figures = self.metrics(run)
+        waits = ", ".join(f"{rank}: {each['wait_share']:.1%}" for rank, each in figures["ranks"].items())
+        return f"Ranks: {len(figures['ranks'])}\n{metrics_text(figures)}* Waiting by rank: {waits}\n"
 
     def _local_of(self, run: str | None) -> StreamShard | None:
         """The shard of this process, where it is what is asked for: this is local mode, or no Ray Train run is told of."""

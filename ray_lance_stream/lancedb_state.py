@@ -13,19 +13,14 @@ from typing import Any
 from ray_lance_stream.errors import StateError, StateMismatchError, shown
 from ray_lance_stream.order import LANCEDB
 from ray_lance_stream.state import StreamIdentity, StreamState, skipped_in
-from ray_lance_stream.state_fields import is_whole
+from ray_lance_stream.state_fields import LANCEDB_SAMPLES as SAMPLES
+from ray_lance_stream.state_fields import is_lancedb_state, is_whole
 
-SAMPLES = "samples_consumed_per_split"
+__all__ = ["from_lancedb_state", "is_lancedb_state", "to_lancedb_state"]
+
 POSITIONS = "positions_consumed_per_split"
 _PACKED = ("pack_buffers", "pack_sequences", "blocks_emitted_per_split")
 _FIELDS = {"shuffle_seed", "num_splits", "epoch", SAMPLES}
-
-
-def is_lancedb_state(state: Any) -> bool:
-    """Whether this is the state of a StreamingDataset, of whatever kind, rather than one of this library."""
-    return (
-        isinstance(state, Mapping) and "format" not in state and {"shuffle_seed", "num_splits", SAMPLES} <= set(state)
-    )
 
 
 def from_lancedb_state(state: Mapping[str, Any], current: StreamIdentity, global_batch_size: int | None) -> StreamState:

@@ -14,6 +14,7 @@ import ray
 from ray_lance_stream import train
 from ray_lance_stream.attempts import Attempt, PassStart, RankProgress, StepSize
 from ray_lance_stream.config import ReadPlan, RowList
+from ray_lance_stream.error_transport import raise_original
 from ray_lance_stream.errors import ConfigError, ReadError
 from ray_lance_stream.meter import Meter
 from ray_lance_stream.pin import PinnedAs
@@ -198,7 +199,7 @@ class CoordinatorLink:
             try:
                 return ray.get(asked, timeout=None if until_s == math.inf else max(until_s - waited_s, 0))
             except ray.exceptions.RayTaskError as error:
-                raise error.as_instanceof_cause() from None
+                raise_original(error)
             except ray.exceptions.GetTimeoutError:
                 what = f"the coordinator of stream {self._name!r} ({method})"
             if end_s <= tell_s:

@@ -9,14 +9,17 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import ray
 
-from ray_lance_stream._ray import from_batch
+from ray_lance_stream._ray import from_batch, take_rows, within_context
 from ray_lance_stream.columns import to_batch
-from ray_lance_stream.errors import TransformError
+from ray_lance_stream.error_transport import PASSING
+from ray_lance_stream.errors import TransformError, text_of
 from ray_lance_stream.failures import attempt
+from ray_lance_stream.nullable_ints import exact_parts, join_rows, with_unchanged_columns
 from ray_lance_stream.transform import Transform, UserCall
 
 
@@ -44,7 +47,8 @@ class LoadedTransform:
             self._one_at_a_time = threading.Lock()  # the threads of a reader share the instance
             args, kwargs = _resolved(self.call.constructor_args, self.call.constructor_kwargs)
             constructor = partial(self.call.fn, *args, **kwargs)
-            instance, failure = attempt_user(f"the constructor of {transform.name}", constructor)
+            with within_context(self.call.context):
+                instance, failure = attempt_user(f"the constructor of {transform.name}", constructor)
             if failure is not None:
                 raise TransformError(
                     f"the constructor of {transform.name} failed: {text_of(failure)}", failure
@@ -57,8 +61,17 @@ class LoadedTransform:
         """What the user's function makes of some rows.
 
         Raises:
-            TransformError: another number of rows, no batch, or what is no error but would end the process.
+            TransformError: another number of rows, or no batch.
+            KeyboardInterrupt, SystemExit: as the function raised them.
         """
+        with within_context(self.call.context):  # it also decides which types an array becomes
+            parts = exact_parts(rows) if self.transform.batch_format == "numpy" else []
+            if len(parts) < 2:
+                return self._run(rows)
+            output = join_rows([self._run(rows.take(part)) for part in parts])
+            return take_rows(output, np.argsort(np.concatenate(parts)))
+
+    def _run(self, rows: pa.Table) -> pa.Table:
         name = self.transform.name
         batch = to_batch(rows, self.transform.batch_format)
         with self._one_at_a_time:
@@ -78,7 +91,9 @@ class LoadedTransform:
             given = " and ".join(str(count) for count in sorted(counts or {0}))
             raise TransformError(f"{name} must return as many rows as it is given, got {given} rows for {len(rows)}")
         # An instance may fill the same array at each call.
-        return from_batch(result, copy=self.transform.is_class)
+        output = from_batch(result, copy=self.transform.is_class)
+        is_numpy = self.transform.batch_format == "numpy" and isinstance(result, Mapping)
+        return with_unchanged_columns(output, rows) if is_numpy else output
 
 
 def _resolved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -94,14 +109,12 @@ def attempt_user(what: str, call: Callable[[], Any]) -> tuple[Any, BaseException
     """(result, None) or (None, exception) of code of the user's.
 
     Raises:
-        TransformError: it raised what is no error, such as SystemExit, and would end the process.
+        KeyboardInterrupt, SystemExit: as they are.
+        TransformError: it raised something else that is no error, such as GeneratorExit.
     """
     try:
         return attempt(call)
+    except PASSING:
+        raise
     except BaseException as error:
         raise TransformError(f"{what} raised {text_of(error)}, which is no error; raise an Exception", error) from error
-
-
-def text_of(failure: BaseException | None) -> str:
-    """Type and text of what was raised."""
-    return f"{type(failure).__name__}: {failure}"

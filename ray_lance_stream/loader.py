@@ -21,10 +21,6 @@ from ray_lance_stream.torch_dataset import FORKED, StreamDataset
 OF_THE_DATASET = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn")
 
 
-class WorkerTraceback(Exception):
-    """Where in a DataLoader worker an error arose; the cause of that error."""
-
-
 class LoaderPass:
     """One pass that DataLoader workers read: moves the position of the shard as the loop receives batches.
 
@@ -82,8 +78,7 @@ class LoaderPass:
                 )
             raise StopIteration
         if told.failure is not None:
-            error, text = told.failure
-            raise error from error.__cause__ or WorkerTraceback(f"in a DataLoader worker:\n{text}")
+            raise told.failure.to_error()
         self._count(told, asked_s, came_s)
         return told.batch
 

@@ -6,8 +6,8 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, astuple, dataclass
+from typing import TYPE_CHECKING, Any
 
 from ray.util import metrics
 
@@ -92,26 +92,30 @@ class Tally:
         spent_s = self.wait_s + self.loop_s
         return self.wait_s / spent_s if spent_s > 0 else 0.0
 
-    def to_text(self, rows_per_s: float | None = None) -> str:
-        """Lines in the style of Ray Data's statistics.
+    def to_dict(self, rows_per_s: float | None = None) -> dict[str, Any]:
+        """The figures as plain numbers, for `metrics()`.
 
         Args:
             rows_per_s: of all ranks together, which run at the same time; None: of this tally.
         """
+        figures = asdict(self)
         rate = self.rows_per_s if rows_per_s is None else rows_per_s
-        lines = [
-            f"Rows received: {self.rows} ({rate:.0f} rows/s)",
-            f"Chunks: {self.chunks} ({_mebibytes(self.size_bytes)}), {self.retries} read again after a loss",
-            f"Loop waited for batches: {self.wait_s:.2f}s ({self.wait_share:.1%} of its time)",
-            f"Reading: {self.read_s:.2f}s, transforms: {self.transform_s:.2f}s, making batches: {self.convert_s:.2f}s",
-            f"In flight: {self.chunks_in_flight} chunks ({_mebibytes(self.in_flight_bytes)})",
-            f"Rows replaced: {self.replaced_rows}",
-        ]
-        return "".join(f"* {line}\n" for line in lines)
+        size_bytes = figures.pop("size_bytes")
+        return {**figures, "bytes": size_bytes, "rows_per_s": rate, "wait_share": self.wait_share}
 
 
-def _mebibytes(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"
+def metrics_text(figures: Mapping[str, Any]) -> str:
+    """What `Tally.to_dict` gives, as lines in the style of Ray Data's statistics."""
+    lines = [
+        "Rows received: {rows} ({rows_per_s:.0f} rows/s)",
+        "Chunks: {chunks} ({mebibytes:.1f} MiB), {retries} read again after a loss",
+        "Loop waited for batches: {wait_s:.2f}s ({wait_share:.1%} of its time)",
+        "Reading: {read_s:.2f}s, transforms: {transform_s:.2f}s, making batches: {convert_s:.2f}s",
+        "In flight: {chunks_in_flight} chunks ({in_flight_mebibytes:.1f} MiB)",
+        "Rows replaced: {replaced_rows}",
+    ]
+    mebibytes = {"mebibytes": figures["bytes"] / 2**20, "in_flight_mebibytes": figures["in_flight_bytes"] / 2**20}
+    return "".join(f"* {line}\n" for line in lines).format(**figures, **mebibytes)
 
 
 class Meter:

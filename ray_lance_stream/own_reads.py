@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from ray.data import DataContext
 from ray.data.block import BlockAccessor
 from ray.data.collate_fn import ArrowBatchCollateFn, CollateFn, NumpyBatchCollateFn, PandasBatchCollateFn
 
+from ray_lance_stream._ray import within_context
 from ray_lance_stream.columns import NullInTensorError, TensorCollateFn, null_error, refuse_nulls, with_tensor_columns
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.cursor import ChunkSpan, EpochWalk, Position
+from ray_lance_stream.nullable_ints import refuse_inexact
 from ray_lance_stream.own_batches import OwnBatches
 from ray_lance_stream.own_read import OwnRead
 from ray_lance_stream.plan import StreamPlan
@@ -60,6 +63,7 @@ class PassSpec:
         collate_fn: what a batch becomes.
         stage: all transforms, if there are any.
         config: sizes of chunks, and how long reads may take.
+        context: of the stream; current where users' functions run.
     """
 
     name: str
@@ -72,6 +76,7 @@ class PassSpec:
     collate_fn: CollateFn[Any]
     stage: Stage | None
     config: StreamConfig
+    context: DataContext | None = None
 
     def walk(self, start: Position) -> EpochWalk:
         """The pass that begins at a position."""
@@ -190,7 +195,11 @@ class OwnReads:
 
     def _collated(self, rows: pa.Table) -> Any:
         collate_fn = self._spec.collate_fn
-        if isinstance(collate_fn, ArrowBatchCollateFn):
-            return collate_fn(rows)
-        batch_format = "pandas" if isinstance(collate_fn, PandasBatchCollateFn) else "numpy"
-        return collate_fn(BlockAccessor.for_block(rows).to_batch_format(batch_format))
+        batch: Any = rows
+        if not isinstance(collate_fn, ArrowBatchCollateFn):
+            batch_format = "pandas" if isinstance(collate_fn, PandasBatchCollateFn) else "numpy"
+            if batch_format == "numpy":
+                refuse_inexact(rows)
+            batch = BlockAccessor.for_block(rows).to_batch_format(batch_format)
+        with within_context(self._spec.context):
+            return collate_fn(batch)

@@ -16,11 +16,13 @@ import pyarrow as pa
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_lance_stream.actor_method import actor_method
 from ray_lance_stream.allocator import keep_freed_memory
 from ray_lance_stream.config import ReadPlan
 from ray_lance_stream.cursor import ChunkSpan
 from ray_lance_stream.data_cache import take_through_cache
 from ray_lance_stream.doing import LOOKING_UP, READING, TRANSFORMING, Desk, Doing, Step
+from ray_lance_stream.error_transport import PASSING, Failure, answered
 from ray_lance_stream.errors import ReadError, StreamError
 from ray_lance_stream.failures import attempt
 from ray_lance_stream.plan import StreamPlan
@@ -103,6 +105,9 @@ class ChunkInfo:
     transform_s: float = 0.0
 
 
+ChunkAnswer = tuple[pa.Table, ChunkInfo] | tuple[None, Failure]
+
+
 def read_chunk(request: ReadRequest, plan: StreamPlan, tell: Step = lambda step: None) -> tuple[pa.Table, ChunkInfo]:
     """The rows of one chunk, in the order of delivery, as the transforms make them that run where it is read.
 
@@ -113,6 +118,7 @@ def read_chunk(request: ReadRequest, plan: StreamPlan, tell: Step = lambda step:
 
     Raises:
         TransformError: one of these failed.
+        KeyboardInterrupt, SystemExit: as one of these raised them.
         ReadError: the rows cannot be read; every failure is an Exception, since a BaseException (a Lance panic) would end
             Ray's threads in silence.
     """
@@ -126,7 +132,7 @@ def read_chunk(request: ReadRequest, plan: StreamPlan, tell: Step = lambda step:
             from ray_lance_stream.chain import kept_chains  # imports ray.data, which takes seconds and is no reading
 
             table, info = kept_chains.of(request.stage).run(table, info, request, tell)
-    except (StreamError, ray.exceptions.RayError, KeyboardInterrupt, SystemExit):
+    except (StreamError, ray.exceptions.RayError, *PASSING):
         raise
     except BaseException as error:
         raise ReadError(f"cannot read {request}: {type(error).__name__}: {error}") from None
@@ -156,14 +162,14 @@ class SplitReader:
         """Answers once the actor runs."""
         return True
 
-    @ray.method(num_returns=2)
-    def read(self, request: ReadRequest) -> tuple[pa.Table, ChunkInfo]:
-        """Read one chunk; errors as `read_chunk`."""
+    @actor_method(num_returns=2)
+    def read(self, request: ReadRequest) -> ChunkAnswer:
+        """Read one chunk; errors of `read_chunk` are a Failure in place of the ChunkInfo."""
         with self._desk.at(request.send_id) as tell:
             tell(LOOKING_UP)
-            return read_chunk(request, self._resolved(request.plan), tell)
+            return answered(lambda: read_chunk(request, self._resolved(request.plan), tell))
 
-    @ray.method(concurrency_group="questions")
+    @actor_method(concurrency_group="questions")
     def doing(self, send_id: str) -> Doing:
         """What is done with a read."""
         return self._desk.doing(send_id)

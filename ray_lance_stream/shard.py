@@ -18,7 +18,7 @@ from ray_lance_stream.cursor import EpochWalk, Position
 from ray_lance_stream.epoch_pass import EpochPass
 from ray_lance_stream.line import with_chunks_for_stages
 from ray_lance_stream.link import CoordinatorLink
-from ray_lance_stream.meter import Meter
+from ray_lance_stream.meter import Meter, metrics_text
 from ray_lance_stream.restore import StreamPosition
 from ray_lance_stream.resumable import Resumable
 from ray_lance_stream.source import projected_schema
@@ -105,6 +105,11 @@ class StreamShard(StreamSizedIterator, Resumable):
     def evaluation(self) -> bool:
         """Whether every pass is whole and never resumed."""
         return self._config.evaluation
+
+    @property
+    def has_transforms(self) -> bool:
+        """Whether rows go through `map_batches`."""
+        return bool(self._config.stages)
 
     @property
     def _share(self) -> RankShare:
@@ -263,9 +268,15 @@ class StreamShard(StreamSizedIterator, Resumable):
             return Schema(batch_schema(self._supply.schema(self._position.with_list(plan, self.epoch), walk)))
         return Schema(batch_schema(projected_schema(plan.table, list(plan.columns))))
 
+    def metrics(self) -> dict[str, Any]:
+        """What this rank has counted since its shard arrived in its process, as plain numbers: rows, bytes, chunks,
+        rows_per_s, wait_share (0 to 1), seconds (wait_s, loop_s, read_s, transform_s, convert_s, elapsed_s), retries,
+        replaced_rows, chunks_in_flight, in_flight_bytes. docs/monitoring.md says what each counts."""
+        return self._meter.tally().to_dict()
+
     def stats(self) -> str:
-        """Ray Data's own figures of its iterator, those of this rank so far, and rows that were replaced in this pass."""
-        return self._stats.to_summary().to_string() + self._meter.tally().to_text() + self._supply.replaced
+        """Ray Data's own figures of its iterator, `metrics()` as text, and rows that were replaced in this pass."""
+        return self._stats.to_summary().to_string() + metrics_text(self.metrics()) + self._supply.replaced
 
     def get_context(self) -> DataContext:
         """The Ray Data context of the batches."""

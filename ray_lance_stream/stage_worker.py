@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import ray
 
+from ray_lance_stream.actor_method import actor_method
 from ray_lance_stream.chain import Chain, kept_chains
-from ray_lance_stream.reader import ChunkInfo, ReadRequest
+from ray_lance_stream.error_transport import Failure, answered
+from ray_lance_stream.reader import ChunkAnswer, ChunkInfo, ReadRequest
 from ray_lance_stream.transform import Stage
 
 
 def transform_chunk(
-    stage: Stage, table: pa.Table, info: ChunkInfo, request: ReadRequest, after: Any
-) -> tuple[pa.Table, ChunkInfo]:
+    stage: Stage, table: pa.Table | None, info: ChunkInfo | Failure, request: ReadRequest, after: Any
+) -> ChunkAnswer:
     """A chunk through a stage. As a task, it starts once `after` is there."""
-    return kept_chains.of(stage).run(table, info, request)
+    return run_chain(kept_chains.of(stage), table, info, request)
+
+
+def run_chain(chain: Chain, table: pa.Table | None, info: ChunkInfo | Failure, request: ReadRequest) -> ChunkAnswer:
+    """See Chain.run; what it raises is a Failure in place of the ChunkInfo, and one of an earlier step is passed on."""
+    if isinstance(info, Failure):
+        return None, info
+    return answered(partial(chain.run, table, info, request))
 
 
 class StageWorker:
@@ -34,14 +44,14 @@ class StageWorker:
         return f"StageWorker[{getattr(self, '_label', '')}]"  # Ray asks before there is an instance
 
     def ready(self) -> bool:
-        """Answers once the instances are made. A constructor that fails is told with the first chunk."""
-        self._chain.load()
+        """Answers once the instances are made. What a constructor raises is reported with the first chunk."""
+        answered(self._chain.load)
         return True
 
-    @ray.method(num_returns=2)
-    def apply(self, table: pa.Table, info: ChunkInfo, request: ReadRequest) -> tuple[pa.Table, ChunkInfo]:
-        """See Chain.run."""
-        return self._chain.run(table, info, request)
+    @actor_method(num_returns=2)
+    def apply(self, table: pa.Table | None, info: ChunkInfo | Failure, request: ReadRequest) -> ChunkAnswer:
+        """See run_chain."""
+        return run_chain(self._chain, table, info, request)
 
 
 def stage_task(stage: Stage) -> Any:

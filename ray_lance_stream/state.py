@@ -9,7 +9,7 @@ from typing import Any
 
 from ray_lance_stream.cursor import CycleRange, Position
 from ray_lance_stream.errors import StateError, StateMismatchError, shown
-from ray_lance_stream.state_fields import check_fields, is_whole
+from ray_lance_stream.state_fields import check_fields, is_lancedb_state, is_whole
 
 STATE_FORMAT = 2
 # Format 1 had no fingerprint of the table: where a state does not tell it, it is not compared.
@@ -125,6 +125,12 @@ class StreamState:
         """
         if not isinstance(data, Mapping):
             raise StateError(f"a stream state is a dict as state_dict() returns it, got {type(data).__name__}")
+        if is_lancedb_state(data):
+            raise StateError(
+                "this is a state of LanceDB's StreamingDataset: merge those of all its ranks with "
+                "lancedb.streaming.StreamingDataset.merge_state_dicts(states), and continue from the result with "
+                'lance_stream(..., order="lancedb", resume_from=merged)'
+            )
         if not is_whole(1)(data.get("format")) or data["format"] > STATE_FORMAT:
             raise StateError(
                 f"this release reads stream states of format 1 to {STATE_FORMAT}, got format={shown(data.get('format'))}; "

@@ -8,7 +8,17 @@ from typing import Any
 from ray_lance_stream.errors import StateError, shown
 from ray_lance_stream.order import MAX_SEED_BITS
 
+LANCEDB_SAMPLES = "samples_consumed_per_split"
 MAX_WHOLE = 2**63 - 1  # what counts or numbers anything fits into 64 bits
+
+
+def is_lancedb_state(state: Any) -> bool:
+    """Whether this is the state of LanceDB's StreamingDataset, of whatever kind, rather than one of this library."""
+    return (
+        isinstance(state, Mapping)
+        and "format" not in state
+        and {"shuffle_seed", "num_splits", LANCEDB_SAMPLES} <= set(state)
+    )
 
 
 def _is_int(value: Any) -> bool:

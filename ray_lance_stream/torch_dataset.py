@@ -169,6 +169,7 @@ class StreamDataset(IterableDataset[Any]):
                 read_timeout_s=config.read_timeout_s,
                 stall_warn_s=config.stall_warn_s,
             ),
+            shard.get_context(),
         )
 
     @contextmanager

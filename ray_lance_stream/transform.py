@@ -6,12 +6,15 @@ import inspect
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
 from ray_lance_stream.config import Shared, at_least
 from ray_lance_stream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray.data import DataContext
 
 BATCH_FORMATS = ("numpy", "pyarrow", "pandas")
 # What a stage sets itself: a lost chunk is sent again by the window, and a process has one call at a time.
@@ -42,6 +45,7 @@ class UserCall:
     constructor_args: tuple[Any, ...] = ()
     constructor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     on_error: OnError = "raise"
+    context: DataContext | None = None  # of the stream; that of the process where there is none
 
 
 @dataclass(frozen=True)
@@ -135,8 +139,9 @@ def make_transform(
     fn_constructor_kwargs: Mapping[str, Any] | None,
     on_transform_error: OnError,
     max_replaced_rows: int | None,
+    context: DataContext | None = None,
 ) -> Transform:
-    """A call as it travels. Arguments as `LanceStream.map_batches`.
+    """A call as it travels. Arguments as `LanceStream.map_batches`, and the DataContext that is current where it runs.
 
     Raises:
         ConfigError: an argument cannot be served.
@@ -170,6 +175,7 @@ def make_transform(
         tuple(fn_constructor_args or ()),
         dict(fn_constructor_kwargs or {}),
         on_transform_error,
+        context,
     )
     return Transform(
         uuid.uuid4().hex, name, is_class, batch_size, batch_format, max_replaced_rows, Shared(_pickled(call, name))

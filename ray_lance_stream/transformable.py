@@ -11,12 +11,14 @@ from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.transform import OnError, make_processes, make_transform, with_transform
 
 if TYPE_CHECKING:
+    from ray.data import DataContext
     from typing_extensions import Self
 
 
 class Transformable:
     """What a stream is as a chain of transforms."""
 
+    context: DataContext
     _config: StreamConfig
 
     @abstractmethod
@@ -80,6 +82,7 @@ class Transformable:
             fn_constructor_kwargs=fn_constructor_kwargs,
             on_transform_error=on_transform_error,
             max_replaced_rows=max_replaced_rows,
+            context=self.context,
         )
         processes = make_processes(
             transform.name,

@@ -16,6 +16,7 @@ import ray
 from ray_lance_stream.awaited import Block, ChunkOnItsWay
 from ray_lance_stream.config import SharedLostError, StreamConfig
 from ray_lance_stream.cursor import ChunkSpan, EpochWalk
+from ray_lance_stream.error_transport import Failure, raise_original
 from ray_lance_stream.errors import ReadError
 from ray_lance_stream.line import DIED, ChunkLine, Sent
 from ray_lance_stream.meter import Meter
@@ -220,7 +221,10 @@ class ReadWindow:
         """What is known of a chunk once it is there; None if the window was closed before."""
         while not self._closed.is_set():
             try:
-                return self._come(read, read.sent.info_ref, ChunkOnItsWay)
+                answer: ChunkInfo | Failure | None = self._come(read, read.sent.info_ref, ChunkOnItsWay)
+                if isinstance(answer, Failure):
+                    raise answer.to_error()
+                return answer
             except NoProgressError as error:
                 logger.warning("reader ended: %s", str(error))  # a record that keeps the error keeps blocks
                 self._line.abandon(read.sent)
@@ -228,7 +232,7 @@ class ReadWindow:
             except LOST as error:
                 self._again(read, error)
             except ray.exceptions.RayTaskError as error:
-                raise error.as_instanceof_cause() from None
+                raise_original(error)
         return None
 
     def _block_of(self, read: _Read) -> pa.Table | None:

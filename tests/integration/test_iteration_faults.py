@@ -24,7 +24,7 @@ from ray.data._internal.block_batching import util as ray_batching
 from ray.data.collate_fn import NumpyBatchCollateFn
 
 from ray_lance_stream import IterationError, ReadError, VersionNotFoundError, lance_stream, watch, window
-from ray_lance_stream.epoch_pass import EpochPass
+from ray_lance_stream._ray import BatchIterator
 from ray_lance_stream.pool import ReaderPool
 from tests.integration.conftest import Shards, flat, ids_of
 from tests.support import Oracle, make_table, scan_ids
@@ -267,7 +267,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
-@pytest.mark.parametrize("error", [SystemExit(3), Panic("index out of bounds"), StopIteration()], ids=repr)
+@pytest.mark.parametrize("error", [Panic("index out of bounds"), StopIteration()], ids=repr)
 def test_what_ray_would_swallow_is_raised(shards: Shards, table, expected, prefetch, error):
     """End trap: Ray ends the pass as if it were complete."""
     shard = shards(table)
@@ -279,6 +279,16 @@ def test_what_ray_would_swallow_is_raised(shards: Shards, table, expected, prefe
     assert rows == expected[: len(rows)]
     assert shard.state_dict()["samples_consumed_per_split"] == len(rows) // 48
     assert len(rows) <= 5 * 24
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_what_ends_the_program_passes_unchanged(shards: Shards, table, prefetch, error):
+    """Through Ray's threads, which would end in silence."""
+    shard = shards(table)
+    with pytest.raises(type(error)) as told:
+        flat(shard.iter_torch_batches(batch_size=24, prefetch_batches=prefetch, collate_fn=Raises(error, 4)))
+    assert told.value is error
 
 
 @pytest.mark.parametrize("prefetch", [0, 4])
@@ -294,15 +304,16 @@ def test_errors_of_the_loops_own_code_pass_unchanged(shards: Shards, table, pref
 def test_a_thread_that_ends_without_a_word_does_not_end_the_epoch(shards: Shards, table, monkeypatch, prefetch):
     """End trap: the rows that came are counted against those that were planned."""
     calls: list[int] = []
-    fetch = EpochPass._fetch
+    next_batch = BatchIterator._blocks_to_batches
 
-    def fetch_or_die(self: EpochPass, ref: ray.ObjectRef) -> pa.Table:
-        calls.append(1)
-        if len(calls) == 4:
-            raise SystemExit
-        return fetch(self, ref)
+    def few_batches(self: BatchIterator, blocks: Any) -> Any:
+        for batch in next_batch(self, blocks):
+            calls.append(1)
+            if len(calls) == 4:
+                raise SystemExit
+            yield batch
 
-    monkeypatch.setattr(EpochPass, "_fetch", fetch_or_die)
+    monkeypatch.setattr(BatchIterator, "_blocks_to_batches", few_batches)
     shard = shards(table, read_batch_size=1)
     with pytest.raises(IterationError, match=r"epoch 0 ended after \d+ of 480 rows"):
         flat(shard.iter_batches(batch_size=48, prefetch_batches=prefetch))

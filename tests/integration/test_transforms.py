@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import logging
 import os
 import re
 import signal
@@ -356,6 +358,52 @@ def test_the_error_names_row_rank_and_cause(shards: Shards, table, oracle, optio
         TransformError, match=f"stream 'train', rank 1: decode failed on row .*id={bad}.*: bad row {bad}"
     ):
         flat(second.iter_batches(batch_size=6))
+
+
+class Leaves:
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        raise SystemExit(7)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_cpus": 0.5}, {"concurrency": 1}], ids=["readers", "tasks", "actors"])
+def test_an_error_comes_once_and_as_it_was_raised(shards: Shards, table, options, caplog, capfd):
+    """Chunks that were read ahead fail too, of which Ray says nothing; and a SystemExit ends no process."""
+    kind = Refuses if "concurrency" in options else refuse
+    for way, expected in ((kind, TransformError), (Leaves if kind is Refuses else leave, SystemExit)):
+        shard = shards.of(shards.stream(table, **CHUNKS, prefetch_chunks=8).map_batches(way, **options))
+        with pytest.raises(expected) as told, caplog.at_level(logging.WARNING):
+            flat(shard.iter_batches(batch_size=12))
+        assert shard.metrics()["retries"] == 0
+        shard.close()
+        assert "Traceback" not in str(told.value)
+        if expected is SystemExit:
+            assert told.value.code == 7
+            continue
+        assert type(told.value) is TransformError
+        assert type(told.value.__cause__) is Refused
+        assert "in refuse" in str(told.value.__cause__.__cause__)
+        del told, shard
+    gc.collect()
+    time.sleep(0.5)
+    assert "DeprecationWarning" not in capfd.readouterr().err  # of our own actors
+    assert not [text for text in caplog.messages if "Unhandled" in text and ("Refused" in text or "SystemExit" in text)]
+
+
+class Refused(Exception):
+    pass
+
+
+def refuse(batch: dict[str, Any]) -> dict[str, Any]:
+    raise Refused("no")
+
+
+def leave(batch: dict[str, Any]) -> dict[str, Any]:
+    raise SystemExit(7)
+
+
+class Refuses:
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return refuse(batch)
 
 
 def decode_once_mended(batch: dict[str, Any], marker: str, bad: int) -> dict[str, Any]:

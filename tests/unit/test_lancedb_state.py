@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 from lancedb.streaming import StreamingDataset
 
-from ray_lance_stream import ConfigError, StateError, StateMismatchError, lance_stream, to_lancedb_state
+from ray_lance_stream import (
+    ConfigError,
+    StateError,
+    StateMismatchError,
+    lance_stream,
+    merge_state_dicts,
+    to_lancedb_state,
+)
 from ray_lance_stream.lancedb_state import from_lancedb_state, is_lancedb_state
 from ray_lance_stream.list_cache import FOLDER_VARIABLE
 from ray_lance_stream.state import PartialCycle, StreamIdentity, StreamState
@@ -44,6 +51,11 @@ def test_states_go_there_and_back():
     exported = to_lancedb_state(state.to_dict())
     assert exported == STATE
     assert from_lancedb_state(exported, IDENTITY, 8) == state
+
+
+def test_where_states_of_lancedb_are_none_their_own_merge_is_named():
+    with pytest.raises(StateError, match=r"lancedb.streaming.StreamingDataset.merge_state_dicts\(states\)"):
+        merge_state_dicts([STATE, OLDER])
 
 
 def test_states_are_told_apart():

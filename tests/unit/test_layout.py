@@ -132,6 +132,13 @@ def test_the_modules_without_io_import_nothing_heavy() -> None:
     assert imported_by("\n".join(f"import ray_lance_stream.{name}" for name in modules)) == []
 
 
+def test_actors_can_be_imported_in_a_ray_client() -> None:
+    """Where `ray.method` knows none of the options of our methods."""
+    modules = ", ".join(f"ray_lance_stream.{name}" for name in ("coordinator", "reader", "stage_worker"))
+    enable = "from ray._private.client_mode_hook import enable_client_mode"
+    assert imported_by(f"{enable}\nwith enable_client_mode():\n    import {modules}")
+
+
 def test_the_check_for_heavy_imports_finds_one() -> None:
     assert "ray" in imported_by("import ray_lance_stream.config")
 

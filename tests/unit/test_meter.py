@@ -13,7 +13,7 @@ import pytest
 from ray.data._internal.stats import DatasetStats
 
 from ray_lance_stream import TransformError, lance_stream, meter
-from ray_lance_stream.meter import COUNTERS, GAUGES, POSITION_GAUGES, TAGS, Meter, Tally
+from ray_lance_stream.meter import COUNTERS, GAUGES, POSITION_GAUGES, TAGS, Meter, Tally, metrics_text
 from ray_lance_stream.reader import ChunkInfo
 from tests.fake_ray import Cluster
 from tests.support import make_table
@@ -105,10 +105,42 @@ def test_tallies_add_up():
     assert both.wait_share == 0.25
     assert Tally().wait_share == 0.0
     assert Tally().rows_per_s == 0.0
-    text = Tally(rows=30, size_bytes=3 << 20, chunks=2, elapsed_s=2.0, wait_s=1.0, loop_s=3.0, retries=4).to_text()
+    tally = Tally(rows=30, size_bytes=3 << 20, chunks=2, elapsed_s=2.0, wait_s=1.0, loop_s=3.0, retries=4)
+    figures = tally.to_dict()
+    text = metrics_text(figures)
     assert "* Rows received: 30 (15 rows/s)\n" in text
     assert "* Chunks: 2 (3.0 MiB), 4 read again after a loss\n" in text
     assert "* Loop waited for batches: 1.00s (25.0% of its time)\n" in text
+    assert (figures["rows"], figures["bytes"], figures["rows_per_s"], figures["wait_share"]) == (
+        30,
+        3 << 20,
+        15.0,
+        0.25,
+    )
+    assert json.loads(json.dumps(figures)) == figures
+
+
+def test_metrics_of_shard_and_stream_are_numbers(tmp_path, monkeypatch):
+    """Those of the stream are sums, with each rank's own; in a process that iterates the stream itself, of its shard."""
+    Cluster(monkeypatch)
+    path = make_table(tmp_path / "t", 48)
+    stream = lance_stream(path, num_splits=4, global_batch_size=4)
+    assert stream.metrics()["rows"] == 0
+    for shard in stream.streaming_split(2):
+        for _ in shard.iter_batches():
+            pass
+        assert shard.metrics()["rows"] == 24
+        assert f"* Rows received: {shard.metrics()['rows']} (" in shard.stats()
+        shard.close()
+    figures = stream.metrics()
+    assert (figures["rows"], [each["rows"] for each in figures["ranks"].values()]) == (48, [24, 24])
+    assert figures["bytes"] == sum(each["bytes"] for each in figures["ranks"].values()) > 0
+    assert figures.keys() - {"ranks"} == figures["ranks"][0].keys()
+    assert "Ranks: 2\n* Rows received: 48 (" in stream.stats()
+    alone = lance_stream(path, num_splits=4, global_batch_size=4)
+    for _ in alone.iter_batches():
+        pass
+    assert alone.metrics()["rows"] == alone.metrics()["ranks"][0]["rows"] == 48
 
 
 def test_the_dashboard_shows_what_is_exported():

@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ray.data import DataContext
 from ray.data.collate_fn import ArrowBatchCollateFn, PandasBatchCollateFn
 from torch.utils.data import default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -40,6 +41,8 @@ from ray_lance_stream.columns import TensorCollateFn
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.cursor import Position
 from ray_lance_stream.doing import READING, TRANSFORMING
+from ray_lance_stream.error_transport import Failure
+from ray_lance_stream.errors import UnpicklableError
 from ray_lance_stream.feed import Feed, Told
 from ray_lance_stream.own_reads import NumpyFunction, OwnReads, PassSpec
 from ray_lance_stream.reader import ChunkInfo
@@ -334,9 +337,10 @@ def test_a_stream_data_loader_is_told_what_came_and_what_failed(path, as_worker)
     as_worker(0, 1)
     *batches, last = Feed(spec_of(stream, 24, read_batch_size=1), Position(0), told=True, once=False).batches()
     assert all(told.failure is None and told.info.num_rows == 24 for told in batches)
-    error, text = last.failure
+    error = last.failure.to_error()
     assert isinstance(error, TransformError)
-    assert "halve" in text
+    assert isinstance(error.__cause__, ValueError)
+    assert "in halve" in str(error.__cause__.__cause__)
 
 
 def test_what_comes_with_a_batch_is_left_alone_by_torch():
@@ -344,11 +348,21 @@ def test_what_comes_with_a_batch_is_left_alone_by_torch():
         def pin_memory(self):
             return "pinned"
 
-    told = Told(Pinnable(), ChunkInfo(1, 2, 3), (ValueError("x"), "text"))
+    told = Told(Pinnable(), ChunkInfo(1, 2, 3), Failure.of(ValueError("x")))
     assert tuple(pin_memory(told)) == ("pinned", told.info, told.failure)
     assert default_convert(Told({"x": np.zeros(2)}, told.info)).batch["x"].shape == torch.Size([2])
     assert default_convert(told).info is told.info
-    assert list(default_convert(told).failure) == list(told.failure)
+    assert default_convert(told).failure == told.failure
+
+
+def test_a_collate_fn_finds_the_data_context_of_the_stream(path):
+    stream = lance_stream(path, num_splits=NUM_SPLITS)
+    stream.context.set_config("who", "driver")
+    spec = spec_of(
+        stream, 24, collate_fn=NumpyFunction(lambda batch: DataContext.get_current().get_config("who", None))
+    )
+    batches = [batch for batch, _ in OwnReads(replace(spec, context=stream.context), Position(0), 0, 1)]
+    assert set(batches) == {"driver"}
 
 
 def test_workers_that_persist_are_told_where_to_begin(path, as_worker):
@@ -377,7 +391,7 @@ class Unpicklable(Exception):
         super().__init__(text)
 
 
-def test_an_error_that_cannot_be_pickled_is_left_to_torch(path, as_worker):
+def test_an_error_that_cannot_be_pickled_arrives_as_its_text(path, as_worker):
     """In a queue between processes it would be lost, and the loop wait for ever."""
 
     def fail(batch):
@@ -385,8 +399,25 @@ def test_an_error_that_cannot_be_pickled_is_left_to_torch(path, as_worker):
 
     stream = lance_stream(path, num_splits=NUM_SPLITS)
     as_worker(0, 1)
-    with pytest.raises(Unpicklable, match="no way"):
-        list(Feed(spec_of(stream, 24, collate_fn=NumpyFunction(fail)), Position(0), told=True, once=False).batches())
+    made = Feed(spec_of(stream, 24, collate_fn=NumpyFunction(fail)), Position(0), told=True, once=False)
+    (told,) = made.batches()
+    error = told.failure.to_error()
+    assert (type(error), str(error)) == (UnpicklableError, "Unpicklable: no way")
+    assert "in fail" in str(error.__cause__)
+
+
+def test_what_ends_the_program_is_passed_on_by_a_worker(path, as_worker):
+    """Which would end in silence."""
+
+    def leave(batch):
+        raise SystemExit(7)
+
+    stream = lance_stream(path, num_splits=NUM_SPLITS)
+    as_worker(0, 1)
+    for spec in (spec_of(stream, 24, collate_fn=NumpyFunction(leave)), spec_of(stream.map_batches(leave), 24)):
+        (told,) = Feed(spec, Position(0), told=True, once=False).batches()
+        error = told.failure.to_error()
+        assert (type(error), error.code) == (SystemExit, 7)
 
 
 class Sent:
@@ -415,7 +446,7 @@ def test_a_batch_that_cannot_be_pickled_is_an_error_and_no_hang(path, as_worker,
     def collect() -> None:
         for each in batches:
             if told and each.failure is not None:
-                raise each.failure[0]
+                raise each.failure.to_error()
             found.append(each.batch if told else each)
 
     with pytest.raises(ConfigError, match=text):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
@@ -17,10 +19,14 @@ import pytest
 import ray
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ray.data import DataContext
 
 from ray_lance_stream import ConfigError, LanceStream, TransformError, lance_stream
+from ray_lance_stream._ray import within_context
 from ray_lance_stream.chain import Chain
 from ray_lance_stream.cursor import ChunkSpan
+from ray_lance_stream.error_transport import Failure, answered
+from ray_lance_stream.errors import UnpicklableError
 from ray_lance_stream.line import share_of, with_chunks_for_stages
 from ray_lance_stream.reader import ChunkInfo, ReadRequest
 from ray_lance_stream.replaced import WINDOW_POSITIONS, Replaced, ReplacedRows, stand_ins
@@ -200,8 +206,7 @@ def raises(error: BaseException, batch: Any) -> Any:
         (lambda batch: {}, "got 0 rows for 20"),
         (lambda batch: {"id": batch["id"], "k": 1}, "one value for each row, got {'id': 'ndarray', 'k': 'int'}"),
         (lambda batch: None, "must return a dict of arrays, a pyarrow.Table or a pandas.DataFrame, got NoneType"),
-        (partial(raises, SystemExit(3)), "raises raised SystemExit: 3, which is no error"),
-        (partial(raises, KeyboardInterrupt()), "raises raised KeyboardInterrupt"),
+        (partial(raises, GeneratorExit()), "raises raised GeneratorExit: , which is no error"),
     ],
 )
 def test_what_breaks_the_rules_is_told_and_never_replaced(stream, fn, text, how):
@@ -275,7 +280,8 @@ def test_a_cause_that_cannot_be_pickled_stays_in_the_text(stream):
     assert isinstance(told.value.__cause__, Unpicklable)
     copied = pickle.loads(pickle.dumps(told.value))
     assert str(copied) == str(told.value)
-    assert copied.__cause__ is None
+    assert type(copied.__cause__) is UnpicklableError
+    assert str(copied.__cause__).startswith("Unpicklable: ")
 
 
 def test_a_failure_of_rows_together_is_told(stream):
@@ -304,14 +310,75 @@ class Exits:
         return batch
 
 
-def test_a_constructor_or_a_handler_that_would_end_the_process_is_told(stream):
-    with pytest.raises(
-        TransformError, match=r"the constructor of Exits raised SystemExit: no token, which is no error"
-    ):
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_what_ends_the_program_is_passed_on_as_it_is(stream, error):
+    """By a function, whatever is to be done about rows that fail, by a constructor and by what decides about a row."""
+    with pytest.raises(SystemExit, match="no token"):
         chunk(stream.map_batches(Exits))
     bad = ids_of(chunk(stream)[0])[:1]
-    with pytest.raises(TransformError, match=r"<lambda> raised SystemExit: 3, which is no error"):
-        chunk(stream.map_batches(fail_on(bad), on_transform_error=lambda error, row: raises(SystemExit(3), row)))
+    for mapped in (
+        stream.map_batches(partial(raises, error)),
+        stream.map_batches(partial(raises, error), on_transform_error="replace"),
+        stream.map_batches(fail_on(bad), on_transform_error=lambda failure, row: raises(error, row)),
+    ):
+        with pytest.raises(type(error)):
+            chunk(mapped)
+        table, failure = answered(lambda mapped=mapped: chunk(mapped))
+        assert table is None
+        assert failure.to_error().args == error.args
+
+
+class NotHere(Exception):
+    """Can be pickled where it was raised, but not be loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_here, (ray.cloudpickle.dumps(os.getpid()),)
+
+
+def _load_here(pid: bytes) -> NotHere:
+    if _elsewhere:
+        raise ModuleNotFoundError("no such module")
+    return NotHere("cold")
+
+
+_elsewhere: list[int] = []
+
+
+class Kept(Exception):
+    """With an argument that cannot be pickled."""
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda: KeyError("x"), KeyError, "'x'"),
+        (lambda: Kept(threading.Lock()), UnpicklableError, "Kept: <unlocked _thread.lock"),
+        (lambda: NotHere("cold"), UnpicklableError, "NotHere: cold"),
+    ],
+)
+def test_an_error_arrives_with_what_the_function_raised(stream, make, kind, text):
+    """The remote traceback is told once, by the cause, and not in the text of the error."""
+    _elsewhere.clear()
+    _, failure = answered(lambda: chunk(stream.map_batches(lambda batch: raises(make(), batch))))
+    failure = pickle.loads(pickle.dumps(failure))
+    _elsewhere.append(1)
+    error = failure.to_error()
+    assert type(error) is TransformError
+    assert f"{type(make()).__name__}: " in str(error)
+    assert "Traceback" not in str(error)
+    assert type(error.__cause__) is kind
+    assert str(error.__cause__).startswith(text)
+    shown = "".join(traceback.format_exception(error))
+    assert shown.count("in raises") == 1
+    assert f"in process {os.getpid()}" in shown
+    again = pickle.loads(pickle.dumps(error))  # as Ray Train passes it on to the driver
+    assert (str(again), str(again.__cause__)) == (str(error), str(error.__cause__))
+
+
+def test_what_cannot_be_pickled_and_ends_the_program_still_does():
+    error = Failure.of(SystemExit(threading.Lock())).to_error()
+    assert type(error) is SystemExit
+    assert "lock" in error.args[0]
 
 
 def test_a_function_whose_module_is_missing_is_told(stream, monkeypatch):
@@ -319,6 +386,50 @@ def test_a_function_whose_module_is_missing_is_told(stream, monkeypatch):
     monkeypatch.setattr("ray_lance_stream.loaded.pickle.loads", partial(raises, ModuleNotFoundError("no such module")))
     with pytest.raises(TransformError, match=r"numpy_sum cannot be loaded where it is to run: ModuleNotFoundError"):
         Chain(mapped._config.stages[0]).load()
+
+
+# ---- settings of the driver
+
+
+def who() -> str:
+    return str(DataContext.get_current().get_config("who", "nobody"))
+
+
+class Says:
+    def __init__(self) -> None:
+        self.made_by = who()
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **batch,
+            "made": np.array([self.made_by] * len(batch["id"])),
+            "called": np.array([who()] * len(batch["id"])),
+        }
+
+
+def test_functions_find_the_data_context_of_their_stream(path):
+    """Also where it was changed on the driver afterwards; and it does not stay behind in the process."""
+    stream = lance_stream(path, num_splits=NUM_SPLITS)
+    stream.context.set_config("who", "driver")
+    answers = {"on_transform_error": lambda error, row: "replace" if who() == "driver" else "raise"}
+    mapped = stream.map_batches(Says).map_batches(fail_on(ids_of(chunk(stream)[0])[:1]), **answers)
+    assert len(mapped._config.stages[0].transforms[0].call.get()) < 20_000  # once for each process, not with each read
+    before = DataContext.get_current()
+    table, _ = chunk(mapped)
+    assert set(table["made"].to_pylist()) == set(table["called"].to_pylist()) == {"driver"}
+    assert DataContext.get_current() is before
+    assert who() == "nobody"
+
+
+def test_overlapping_functions_leave_the_data_context_as_it_was():
+    before, own = DataContext.get_current(), DataContext.get_current().copy()
+    first, second = within_context(own), within_context(own)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert DataContext.get_current() is own
+    second.__exit__(None, None, None)
+    assert DataContext.get_current() is before
 
 
 # ---- "replace"
