@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "ray_lance_stream.json"
+HOW_TO_SAVE = (
+    "save checkpoints with ray.train.report in a worker that has asked for its shard, with ray_lance_stream.report(metrics, "
+    "checkpoint=...), or with shard.save_state(directory)"
+)
 
 # Frameworks that hold batches which they have not trained, by their modules.
 FETCH_AHEAD = {
@@ -338,9 +342,8 @@ def save_state_file(directory: str | os.PathLike[str], name: str, state: StreamS
 
 def _no_state_in(path: str | None) -> StateError:
     return StateError(
-        f"the checkpoint {path} holds no stream state ({STATE_FILE}), so the rows that its model has seen are unknown: "
-        "ray.train.report saves it in a worker that has asked for its shard, and so do ray_lance_stream.report and "
-        'shard.save_state(directory); pass resume="manual" to lance_stream to start from the beginning'
+        f"the checkpoint {path} holds no stream state ({STATE_FILE}), so the rows that its model has seen are unknown; "
+        f'{HOW_TO_SAVE}, or pass resume="manual" to lance_stream to start from the beginning'
     )
 
 
@@ -360,10 +363,7 @@ def resume_states(source: Any) -> dict[str, StreamState]:
         )
     states = read_states(source)
     if not states:
-        raise StateError(
-            f"resume_from: {source.path} holds no stream state ({STATE_FILE}); ray.train.report, ray_lance_stream.report and "
-            "shard.save_state(directory) save it"
-        )
+        raise StateError(f"resume_from: {source.path} holds no stream state ({STATE_FILE}); {HOW_TO_SAVE}")
     return states
 
 

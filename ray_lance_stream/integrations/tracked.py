@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_UNTRAINED = 1000  # a framework holds a few, or as many as it accumulates gradients over
 MAX_LOOK = 2  # batches of an iterator that a framework throws away
-REMEDY = "give the framework the StreamReportCallback of ray_lance_stream.integrations with these batches"
+HOW_TO_TELL = "give the framework the StreamReportCallback of ray_lance_stream.integrations with these batches"
 
 
 class TrackedBatches(RayIterable):
@@ -149,7 +149,7 @@ class TrackedBatches(RayIterable):
         if len(self._handed) > MAX_UNTRAINED:
             raise IterationError(
                 f"{MAX_UNTRAINED} batches were handed out and none was told to be trained, so no checkpoint would move on; "
-                f"{REMEDY}"
+                f"{HOW_TO_TELL}"
             )
 
     def _begin(self) -> Any:
@@ -177,8 +177,8 @@ class TrackedBatches(RayIterable):
         if self._is_whole:
             raise IterationError(
                 f"all batches of epoch {epoch} of stream {name!r} were handed out and none was told to be trained, so the next "
-                f"epoch would be the same one: {REMEDY}, or call trained() of these batches behind each step of the optimizer; "
-                f"a loop of your own takes shard.iter_torch_batches(...) without them. If the epoch was only looked at, "
+                f"epoch would be the same one: {HOW_TO_TELL}, or call their trained() behind each step of the optimizer; a "
+                "loop of your own takes shard.iter_torch_batches(...) without them. If the epoch was only looked at, "
                 f"shard.set_epoch({epoch}) begins it again"
             )
         if handed > MAX_LOOK:
@@ -188,7 +188,7 @@ class TrackedBatches(RayIterable):
                 name,
                 handed,
                 epoch,
-                REMEDY,
+                HOW_TO_TELL,
             )
 
     def _end(self) -> None:
