@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,17 @@ logger = logging.getLogger(__name__)
 MAX_UNTRAINED = 1000  # a framework holds a few, or as many as it accumulates gradients over
 MAX_LOOK = 2  # batches of an iterator that a framework throws away
 HOW_TO_TELL = "give the framework the StreamReportCallback of ray_lance_stream.integrations with these batches"
+
+
+def check_reports(reports: bool, options: Mapping[str, Any]) -> None:
+    """Refuse options of reports for a callback that makes none.
+
+    Raises:
+        ConfigError: names them.
+    """
+    given = sorted(name for name, value in options.items() if value is not None)
+    if given and not reports:
+        raise ConfigError(f"with reports=False a callback reports nothing, so leave out {', '.join(given)}")
 
 
 class TrackedBatches(RayIterable):
