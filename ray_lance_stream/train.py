@@ -304,7 +304,7 @@ def _framework() -> str | None:
     """The framework that runs the training loop which this call comes from, if it fetches batches ahead."""
     frame = inspect.currentframe()
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
+        module = str(frame.f_globals.get("__name__"))
         for framework, modules in FETCH_AHEAD.items():
             if any(module == name or module.startswith(f"{name}.") for name in modules):
                 return framework
