@@ -219,7 +219,6 @@ def test_streams_that_a_checkpoint_does_not_mention(cluster, table, tmp_path):
     ):
         two_streams(table, tmp_path, "one", "d")
     assert two_streams(table, tmp_path, "one", "e", resume="manual") == {"train": (0, 0), "aux": (0, 0)}
-    assert two_streams(table, tmp_path, "one", "f") == {"train": (0, 6), "aux": (0, 6)}
 
 
 def turns_loop(config: dict[str, Any]) -> None:
