@@ -217,7 +217,8 @@ def with_states(arguments: dict[str, Any]) -> dict[str, Any]:
     if is_persisted:
         changed["delete_local_checkpoint_after_upload"] = False
     if arguments.get("checkpoint_upload_mode") == CheckpointUploadMode.NO_UPLOAD:
-        if not is_persisted:
+        found = {} if kept else _states_in(checkpoint)
+        if not is_persisted and found in ({}, states):  # another rank may have put its states there
             attempt.persisted.add(checkpoint.path)
             write_states(checkpoint, states)
             return arguments
@@ -236,16 +237,19 @@ def with_states(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _kept_states(checkpoint: ray.train.Checkpoint) -> dict[str, StreamState]:
     """The states that `save_state` has put into a checkpoint; others there are of checkpoints that this is a copy of."""
-    if not _saved:
-        return {}
-    try:
-        found = read_states(checkpoint) or {}
-    except StateError:
-        return {}
+    found = _states_in(checkpoint) if _saved else {}
     kept = {name: state for name, state in found.items() if (name, state) in _saved}
     for saved in kept.items():
         _saved.remove(saved)  # when it is reported once more, its model is not that of this position
     return kept
+
+
+def _states_in(checkpoint: ray.train.Checkpoint) -> dict[str, StreamState]:
+    """The states in a checkpoint; none where its file is malformed, since a rank may be about to write it."""
+    try:
+        return read_states(checkpoint) or {}
+    except StateError:
+        return {}
 
 
 def _with_state_file(checkpoint: ray.train.Checkpoint, states: Mapping[str, StreamState], is_new: bool) -> Any:

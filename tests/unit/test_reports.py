@@ -166,6 +166,19 @@ def test_a_checkpoint_that_its_owner_has_uploaded(worker) -> None:
     assert cycles(checkpoint) == {"train": 5}
 
 
+def test_an_old_checkpoint_is_uploaded_after_all(worker, tmp_path) -> None:
+    """Of an attempt before the last, which this one knows nothing of but that it holds another position."""
+    arrived(Shard(cycle=5))
+    old = persisted_before(tmp_path, train=3)
+    ray.train.report({}, checkpoint=old, checkpoint_upload_mode=NO_UPLOAD)
+    checkpoint = worker.reported()
+    assert checkpoint.path != old.path
+    assert (cycles(checkpoint), cycles(old)) == ({"train": 5}, {"train": 3})
+    shared = persisted_before(tmp_path, train=5)  # by another rank, in this report
+    ray.train.report({}, checkpoint=shared, checkpoint_upload_mode=NO_UPLOAD)
+    assert worker.reported().path == shared.path
+
+
 def test_a_report_without_a_checkpoint_asks_no_shard(worker) -> None:
     arrived(Shard()).is_known = False
     ray.train.report({"loss": 1.0})
