@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from ray.data.block import Block, BlockAccessor, BlockMetadata, BlockType
 from ray.data.collate_fn import _PinMemoryCollateFnWrapper
 from ray.data.iterator import _IterableFromIterator
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.train import Checkpoint
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, get_train_fn_utils
 
@@ -42,12 +44,15 @@ __all__ = [
     "RefBundle",
     "ShardBatchIterator",
     "as_iterable",
-    "attempt_key",
+    "attempt_context",
     "block_rows",
+    "change_reports",
     "concat_tables",
     "from_batch",
     "in_train_worker",
     "local_mode_name",
+    "local_run",
+    "persist",
     "ref_bundle",
     "take_rows",
     "unpinned",
@@ -282,11 +287,9 @@ def in_train_worker() -> bool:
     return True
 
 
-def attempt_key() -> int | None:
-    """Identifies the attempt (worker group) whose training function this process runs; None outside of one."""
-    if not in_train_worker() or isinstance(get_train_fn_utils(), LocalTrainFnUtils):
-        return None
-    return id(get_train_context())
+def attempt_context() -> Any:
+    """What stands for the attempt (worker group) whose training function this is; None outside of one, and in local mode."""
+    return None if not in_train_worker() or local_run() is not None else get_train_context()
 
 
 def local_run() -> Any:
@@ -300,6 +303,41 @@ def local_mode_name(stream: Any) -> str | None:
     run = local_run()
     datasets = (run._dataset_shards or {}) if run is not None else {}
     return next((name for name, dataset in datasets.items() if dataset is stream), None)
+
+
+def change_reports(change: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+    """Have every report of this attempt, or local run, made with what `change` makes of its arguments.
+
+    Also those of frameworks: all end in a method of the object that stands for the attempt, and the change ends with it.
+
+    Returns:
+        Whether there is such a method, as in the releases of Ray that this was written for.
+    """
+    run = local_run()
+    run = attempt_context() if run is None else run
+    report = getattr(run, "report", None)
+    if report is None:
+        return False
+    signature = inspect.signature(report)
+    if not {"checkpoint", "checkpoint_upload_mode", "checkpoint_upload_fn"} <= signature.parameters.keys():
+        return False
+
+    @functools.wraps(report)
+    def changed(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        report(**change(given.arguments))
+
+    try:
+        run.report = changed
+    except AttributeError:
+        return False
+    return True
+
+
+def persist(checkpoint: Checkpoint, directory_name: str) -> Checkpoint:
+    """Copy a checkpoint into the storage of this attempt's run, as Ray does without a `checkpoint_upload_fn`."""
+    return get_train_context().get_storage().persist_current_checkpoint(checkpoint, directory_name)
 
 
 def where_is(actor: ray.actor.ActorHandle) -> str:

@@ -145,7 +145,7 @@ class StreamDataLoader(DataLoader[Any]):
 
     Its state counts the batches that the loop has received, not those that workers have made ahead: it may be saved and
     loaded at any step, for any other number of workers and of ranks. It is the state of the shard, so
-    `ray_lance_stream.report` saves it as well.
+    a report to Ray Train saves it as well.
 
     Args:
         dataset: of one shard.

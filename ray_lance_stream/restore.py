@@ -272,10 +272,10 @@ def saved_start(name: str, config: StreamConfig) -> StreamState | None:
     """
     if config.evaluation:
         return None
-    checkpoint = train.attempt_checkpoint() if config.resume == "auto" else None
-    if checkpoint is None:
+    attempt = train.current_attempt() if config.resume == "auto" else None
+    if attempt is None or attempt.started_from is None:
         return config.resume_state(name)
-    saved = train.state_in(checkpoint, name)
+    saved = attempt.start_of(name)
     if saved is None:
-        logger.warning("the checkpoint %s does not mention stream %r: it starts fresh", checkpoint.path, name)
+        logger.warning("the checkpoint %s does not mention stream %r: it starts fresh", attempt.started_from, name)
     return saved

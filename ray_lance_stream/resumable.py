@@ -76,7 +76,10 @@ class Resumable:
         return self.state().to_dict()
 
     def save_state(self, directory: str | os.PathLike[str]) -> None:
-        """Write the state into a directory that you make a checkpoint of, for use with plain `ray.train.report`."""
+        """Write the state into a directory, to resume from it without Ray Train, or to report it later in a checkpoint.
+
+        `ray.train.report` saves where the loop is when it is called, and keeps a state that this has put there before.
+        """
         train.save_state_file(directory, self.name, self.state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

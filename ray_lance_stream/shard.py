@@ -112,6 +112,11 @@ class StreamShard(StreamSizedIterator, Resumable):
         return bool(self._config.stages)
 
     @property
+    def resume(self) -> str:
+        """ "auto" or "manual", as `lance_stream` was told."""
+        return self._config.resume
+
+    @property
     def _share(self) -> RankShare:
         grid = self._position.plan.grid  # of the recorded version after a resume
         return RankShare.of(grid, self._attempt.world_size, self.world_rank, self._config.replicas)

@@ -1,18 +1,25 @@
-"""Checkpoints of a Ray Train run: `report()`, the state file inside a checkpoint, and where an attempt started from."""
+"""Checkpoints of a Ray Train run: reports save the position, the state file, and where an attempt started from."""
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
+import tempfile
+import threading
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import ray
 import ray.train
 from pyarrow import fs as pafs
+from ray.train import CheckpointUploadMode
 
-from ray_lance_stream._ray import attempt_key, in_train_worker
-from ray_lance_stream.errors import ConfigError, StateError
+from ray_lance_stream._ray import attempt_context, change_reports, in_train_worker, local_run, persist
+from ray_lance_stream.errors import ConfigError, IterationError, StateError
 from ray_lance_stream.failures import redact, secrets_of
 from ray_lance_stream.state import StreamState, dump_states, parse_states
 from ray_lance_stream.table import public_uri
@@ -22,37 +29,130 @@ if TYPE_CHECKING:
     from ray_lance_stream.integrations.tracked import TrackedBatches
     from ray_lance_stream.shard import StreamShard
 
+logger = logging.getLogger(__name__)
+
 STATE_FILE = "ray_lance_stream.json"
+HOW_TO_SAVE = (
+    "save checkpoints with ray.train.report in a worker that has asked for its shard, with ray_lance_stream.report(metrics, "
+    "checkpoint=...), or with shard.save_state(directory)"
+)
+
+# Frameworks that hold batches which they have not trained, by their modules.
+FETCH_AHEAD = {
+    "lightning": ("lightning.pytorch", "pytorch_lightning"),
+    "transformers": ("transformers.trainer",),
+}
+FETCHED_AHEAD = (
+    "%s fetches batches of stream %r before it trains them, so the position in its checkpoints may be ahead of the model, and "
+    "a resume leave rows out: give it TrackedBatches(shard) and the StreamReportCallback of ray_lance_stream.integrations.%s"
+)
+UNTOLD = (
+    "stream %r: batches of its TrackedBatches were handed out and none was told to be trained, so the saved position is that "
+    "before them: give the framework the callback of ray_lance_stream.integrations with these batches"
+)
 
 _shards: weakref.WeakValueDictionary[str, StreamShard] = weakref.WeakValueDictionary()  # the newest of each name
 _tracked: weakref.WeakValueDictionary[str, TrackedBatches] = weakref.WeakValueDictionary()  # by name of the stream
-_started_from: dict[int, ray.train.Checkpoint | None] = {}
+_saved: deque[tuple[str, StreamState]] = deque(maxlen=100)  # by `save_state`, and in no reported checkpoint yet
+_attempt: RunAttempt | None = None
+_beginning = threading.Lock()
+
+
+class RunAttempt:
+    """The attempt, or local run, whose training function this process runs: what it started from, and its reports.
+
+    Attributes:
+        is_hooked: whether plain `ray.train.report` saves states.
+        started_from: path of the checkpoint that it started from; None: it started anew.
+        persisted: paths of checkpoints that lie in storage, as far as this process knows them.
+
+    Args:
+        run: what Ray has for it; lives as long.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = weakref.ref(run)
+        self._states: dict[str, StreamState] | None = None
+        self._error: Exception | None = None
+        self._warned: set[str] = set()
+        checkpoint = None if local_run() is not None else ray.train.get_checkpoint()
+        self.started_from = None if checkpoint is None else checkpoint.path
+        self.persisted: set[str] = set()
+        if checkpoint is not None:
+            self.persisted.add(checkpoint.path)
+            self._read(checkpoint)
+        self.is_hooked = change_reports(with_states)
+        if not self.is_hooked:
+            logger.warning(
+                "plain ray.train.report of Ray %s does not save the positions of streams: call ray_lance_stream.report in its "
+                "place, or put them into the checkpoint with shard.save_state(directory)",
+                ray.__version__,
+            )
+
+    def is_of(self, run: Any) -> bool:
+        """Whether this is the attempt that Ray has `run` for."""
+        return self._run() is run
+
+    def _read(self, checkpoint: ray.train.Checkpoint) -> None:
+        """Read the states once, since Ray may delete the checkpoint while the attempt runs (`num_to_keep`)."""
+        try:
+            self._states = read_states(checkpoint)
+        except Exception as error:  # for who needs a state; streams with resume="manual" need none
+            self._error = error
+            logger.warning("the stream states in the checkpoint %s cannot be read", checkpoint.path)
+
+    @property
+    def states(self) -> dict[str, StreamState]:
+        """The states in the checkpoint that the attempt started from, by stream name; empty where there are none."""
+        return dict(self._states or {})
+
+    def start_of(self, name: str) -> StreamState | None:
+        """Where stream `name` starts; None where the checkpoint holds only states of other streams.
+
+        Raises:
+            StateError: the checkpoint holds no stream state at all.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._states is None:
+            raise _no_state_in(self.started_from)
+        return self._states.get(name)
+
+    def warn_once(self, message: str, *args: Any) -> None:
+        """Log a warning that every report would repeat."""
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *args)
 
 
 def register(shard: StreamShard) -> bool:
-    """Let `report` save the state of a shard that arrived in this process; returns whether a training function runs."""
+    """Have reports save the state of a shard that arrived in this process; returns whether a training function runs."""
+    attempt = current_attempt()
     _shards[shard.name] = shard
-    attempt_checkpoint()
-    return attempt_key() is not None
+    return attempt is not None and local_run() is None
 
 
 def track(batches: TrackedBatches) -> None:
-    """Let `report` save the position of what was trained of a shard, where a framework receives more than that."""
+    """Have reports save the position of what was trained of a shard, where a framework receives more than that."""
     _tracked[batches.shard.name] = batches
 
 
-def attempt_checkpoint() -> ray.train.Checkpoint | None:
-    """The checkpoint that this attempt started from, never one that it reported itself; None outside of an attempt.
+def current_attempt() -> RunAttempt | None:
+    """The attempt, or local run, whose training function this process runs; None outside of one.
 
-    `ray.train.get_checkpoint()` moves on with each report, so the first answer in an attempt is kept. It is asked when
-    the first shard arrives and before the first report.
+    It begins when this is first asked: when the first shard arrives, or at the first `ray_lance_stream.report`.
+    `ray.train.get_checkpoint()` would name what the attempt itself has reported later.
     """
-    key = attempt_key()
-    if key is None:
+    global _attempt
+    run = local_run()
+    run = attempt_context() if run is None else run
+    if run is None:
         return None
-    if key not in _started_from:
-        _started_from[key] = ray.train.get_checkpoint()
-    return _started_from[key]
+    with _beginning:
+        if _attempt is None or not _attempt.is_of(run):
+            _shards.clear()  # of the local run before
+            _attempt = RunAttempt(run)
+        return _attempt
 
 
 def check_worker_group(attempt: Attempt, rank: int) -> None:
@@ -63,7 +163,7 @@ def check_worker_group(attempt: Attempt, rank: int) -> None:
     Raises:
         ConfigError: names both worlds.
     """
-    if not attempt.split_for_train or attempt_key() is None:
+    if not attempt.split_for_train or attempt_context() is None:
         return
     context = ray.train.get_context()
     here = (context.get_world_rank(), context.get_world_size())
@@ -81,21 +181,90 @@ def run_name() -> str:
 
 
 def report(metrics: dict[str, Any], checkpoint: ray.train.Checkpoint | None = None, **kwargs: Any) -> None:
-    """`ray.train.report`, with the state of every shard of this worker saved into the checkpoint.
+    """`ray.train.report`, which saves the position of every stream into the checkpoint.
+
+    Plain `ray.train.report` does the same in a worker that has a shard.
 
     Call it where you would call `ray.train.report`: on every rank, with a checkpoint on those that save one.
 
     Args:
         metrics: as `ray.train.report`.
-        checkpoint: as `ray.train.report`; the file ray_lance_stream.json is written into it.
+        checkpoint: as `ray.train.report`; what is persisted of it holds the file ray_lance_stream.json.
         kwargs: as `ray.train.report`.
     """
-    started_from = attempt_checkpoint()
-    if checkpoint is not None:
-        states = {} if started_from is None else dict(read_states(started_from) or {})
-        states.update(live_states())
-        write_states(checkpoint, states)
-    ray.train.report(metrics, checkpoint=checkpoint, **kwargs)
+    attempt = current_attempt()
+    arguments = {"metrics": metrics, "checkpoint": checkpoint, **kwargs}
+    ray.train.report(**(with_states(arguments) if attempt is not None and not attempt.is_hooked else arguments))
+
+
+def with_states(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a report whose checkpoint holds the states of this worker's streams, as they are now.
+
+    Ray persists a copy of what is reported, and the copy gets the states: the original may be a checkpoint that was
+    restored, or anybody's. Where Ray makes none, the checkpoint itself gets them, unless it was reported before.
+    """
+    attempt, checkpoint = current_attempt(), arguments["checkpoint"]
+    if attempt is None or checkpoint is None:
+        return arguments
+    kept = _kept_states(checkpoint)
+    states = _states_to_save(attempt, kept)
+    if not states:
+        return arguments
+    if local_run() is not None:
+        return {**arguments, "checkpoint": _with_state_file(checkpoint, states, is_new=bool(kept))}
+    changed, upload = dict(arguments), arguments.get("checkpoint_upload_fn") or persist
+    is_persisted = checkpoint.path in attempt.persisted
+    if is_persisted:
+        changed["delete_local_checkpoint_after_upload"] = False
+    if arguments.get("checkpoint_upload_mode") == CheckpointUploadMode.NO_UPLOAD:
+        found = {} if kept else _states_in(checkpoint)
+        if not is_persisted and found in ({}, states):  # another rank may have put its states there
+            attempt.persisted.add(checkpoint.path)
+            write_states(checkpoint, states)
+            return arguments
+        changed["checkpoint_upload_mode"], upload = CheckpointUploadMode.SYNC, persist
+
+    def upload_with_states(given: ray.train.Checkpoint, directory_name: str) -> ray.train.Checkpoint:
+        persisted = upload(given, directory_name)
+        if isinstance(persisted, ray.train.Checkpoint):  # else Ray says what it must be
+            attempt.persisted.add(persisted.path)
+            write_states(persisted, states)
+        return persisted
+
+    changed["checkpoint_upload_fn"] = upload_with_states
+    return changed
+
+
+def _kept_states(checkpoint: ray.train.Checkpoint) -> dict[str, StreamState]:
+    """The states that `save_state` has put into a checkpoint; others there are of checkpoints that this is a copy of."""
+    found = _states_in(checkpoint) if _saved else {}
+    kept = {name: state for name, state in found.items() if (name, state) in _saved}
+    for saved in kept.items():
+        _saved.remove(saved)  # when it is reported once more, its model is not that of this position
+    return kept
+
+
+def _states_in(checkpoint: ray.train.Checkpoint) -> dict[str, StreamState]:
+    """The states in a checkpoint; none where its file is malformed, since a rank may be about to write it."""
+    try:
+        return read_states(checkpoint) or {}
+    except StateError:
+        return {}
+
+
+def _with_state_file(checkpoint: ray.train.Checkpoint, states: Mapping[str, StreamState], is_new: bool) -> Any:
+    """The checkpoint with these states, or a copy where it was reported as it is before: nothing in it is newer than its state.
+
+    For local runs, which persist nothing.
+    """
+    if not is_new:
+        files = _filesystem(checkpoint).get_file_info(pafs.FileSelector(checkpoint.path, recursive=True))
+        saved_ns = [file.mtime_ns for file in files if file.base_name == STATE_FILE]
+        if saved_ns and max(file.mtime_ns for file in files if file.type == pafs.FileType.File) <= max(saved_ns):
+            directory = tempfile.mkdtemp(prefix="ray-lance-stream-")
+            checkpoint = ray.train.Checkpoint.from_directory(checkpoint.to_directory(directory))
+    write_states(checkpoint, states)
+    return checkpoint
 
 
 def live_states() -> dict[str, StreamState]:
@@ -104,8 +273,47 @@ def live_states() -> dict[str, StreamState]:
 
 
 def _trained_state(shard: StreamShard) -> StreamState:
+    batches = _batches_of(shard)
+    return shard.state() if batches is None else batches.state()
+
+
+def _batches_of(shard: StreamShard) -> TrackedBatches | None:
     batches = _tracked.get(shard.name)
-    return shard.state() if batches is None or batches.shard is not shard else batches.state()
+    return None if batches is None or batches.shard is not shard else batches
+
+
+def _states_to_save(attempt: RunAttempt, kept: Mapping[str, StreamState]) -> dict[str, StreamState]:
+    """What a checkpoint records now: streams that this attempt has not used yet keep the state that they had."""
+    states, framework = {**attempt.states, **kept}, _framework()
+    for shard in list(_shards.values()):
+        if shard.evaluation or shard.name in kept:
+            continue
+        batches = _batches_of(shard)
+        if batches is not None and batches.is_untold:
+            attempt.warn_once(UNTOLD, shard.name)
+        try:
+            state = states[shard.name] = _trained_state(shard)
+        except IterationError as error:
+            if shard.resume == "auto":
+                raise
+            states.pop(shard.name, None)
+            attempt.warn_once('no state of a stream with resume="manual" is saved: %s', error)
+            continue
+        if batches is None and framework is not None and (state.epoch or state.samples_consumed_per_split):
+            attempt.warn_once(FETCHED_AHEAD, framework, shard.name, framework)
+    return states
+
+
+def _framework() -> str | None:
+    """The framework that runs the training loop which this call comes from, if it fetches batches ahead."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        for framework, modules in FETCH_AHEAD.items():
+            if any(module == name or module.startswith(f"{name}.") for name in modules):
+                return framework
+        frame = frame.f_back
+    return None
 
 
 def write_states(checkpoint: ray.train.Checkpoint, states: Mapping[str, StreamState]) -> None:
@@ -133,22 +341,14 @@ def save_state_file(directory: str | os.PathLike[str], name: str, state: StreamS
     """Write a state into a directory that is to become a checkpoint, beside those of other streams."""
     checkpoint = ray.train.Checkpoint.from_directory(os.fspath(directory))
     write_states(checkpoint, {**(read_states(checkpoint) or {}), name: state})
+    _saved.append((name, state))
 
 
-def state_in(checkpoint: ray.train.Checkpoint, name: str) -> StreamState | None:
-    """The state of stream `name` in a checkpoint; None where it holds only states of other streams.
-
-    Raises:
-        StateError: the checkpoint holds no stream state at all.
-    """
-    states = read_states(checkpoint)
-    if states is None:
-        raise StateError(
-            f"the checkpoint {checkpoint.path} holds no stream state ({STATE_FILE}), so the rows that its model has seen "
-            "are unknown; save checkpoints with ray_lance_stream.report(metrics, checkpoint=...) or put the state in with "
-            'shard.save_state(directory), or pass resume="manual" to lance_stream to start from the beginning'
-        )
-    return states.get(name)
+def _no_state_in(path: str | None) -> StateError:
+    return StateError(
+        f"the checkpoint {path} holds no stream state ({STATE_FILE}), so the rows that its model has seen are unknown; "
+        f'{HOW_TO_SAVE}, or pass resume="manual" to lance_stream to start from the beginning'
+    )
 
 
 def resume_states(source: Any) -> dict[str, StreamState]:
@@ -167,10 +367,7 @@ def resume_states(source: Any) -> dict[str, StreamState]:
         )
     states = read_states(source)
     if not states:
-        raise StateError(
-            f"resume_from: {source.path} holds no stream state ({STATE_FILE}); save checkpoints with "
-            "ray_lance_stream.report(metrics, checkpoint=...) or shard.save_state(directory)"
-        )
+        raise StateError(f"resume_from: {source.path} holds no stream state ({STATE_FILE}); {HOW_TO_SAVE}")
     return states
 
 

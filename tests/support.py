@@ -146,13 +146,14 @@ def batches(shard: Any, config: dict[str, Any]) -> Iterator[list[int]]:
 
 def save(shard: Any, rank: int, config: dict[str, Any]) -> None:
     """Report; rank 0 brings the checkpoint."""
+    report = ray.train.report if config.get("plain_report") else ray_lance_stream.report
     if rank:
-        ray_lance_stream.report({"rank": rank})
+        report({"rank": rank})
         return
     directory = Path(config["dir"]) / f"checkpoint-{time.time_ns()}"
     directory.mkdir()
     (directory / "model.txt").write_text(json.dumps(shard.state_dict()))
-    ray_lance_stream.report({"rank": rank}, checkpoint=ray.train.Checkpoint.from_directory(str(directory)))
+    report({"rank": rank}, checkpoint=ray.train.Checkpoint.from_directory(str(directory)))
 
 
 def stop(how: str) -> None:

@@ -80,8 +80,7 @@ def _states_at(path: str) -> dict[str, StreamState]:
     if not states:
         raise StateError(
             f"PATH must be a checkpoint with a stream state in it ({STATE_FILE}), got {_shown(path)}, which has none; a run "
-            "keeps its checkpoints in folders of its own, and ray_lance_stream.report(metrics, checkpoint=...) puts the state "
-            "in"
+            "keeps its checkpoints in folders of its own, and ray.train.report puts the state into them"
         )
     return states
 

@@ -10,7 +10,7 @@ from typing import Any
 from ray.train import Checkpoint
 
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.integrations.tracked import TrackedBatches
+from ray_lance_stream.integrations.tracked import TrackedBatches, check_reports
 from ray_lance_stream.train import report
 
 try:
@@ -34,18 +34,24 @@ class StreamReportCallback(Callback):
     Args:
         batches: what `trainer.fit(train_dataloaders=...)` is given.
         every_n_steps: report also whenever so many optimizer steps more were taken; None: at the ends of epochs only.
+        reports: False beside another callback that reports, such as Ray's own, which comes after this one in the list: this
+            one then only counts what is trained.
         report_options: arguments for `ray.train.report`, such as checkpoint_upload_mode.
 
     Raises:
-        ConfigError: every_n_steps is no positive int.
+        ConfigError: every_n_steps is no positive int, or how to report is given with reports=False.
     """
 
-    def __init__(self, batches: TrackedBatches, *, every_n_steps: int | None = None, **report_options: Any) -> None:
+    def __init__(
+        self, batches: TrackedBatches, *, every_n_steps: int | None = None, reports: bool = True, **report_options: Any
+    ) -> None:
         super().__init__()
+        check_reports(reports, {"every_n_steps": every_n_steps, **report_options})
         if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 1):
             raise ConfigError(f"every_n_steps must be a positive int or None, got {every_n_steps!r}")
         self._batches = batches
         self._every_n_steps = every_n_steps
+        self._reports = reports
         self._report_options = report_options
         self._steps = 0  # of the optimizer, when the batch before was trained
         self._is_begun = False  # whether this epoch has had a batch
@@ -87,6 +93,8 @@ class StreamReportCallback(Callback):
         self._report(trainer)
 
     def _report(self, trainer: Any) -> None:
+        if not self._reports:
+            return
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         directory = tempfile.mkdtemp(prefix="lightning-")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,22 @@ from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.stream import LanceStream
 
+logger = logging.getLogger(__name__)
+
 MAX_UNTRAINED = 1000  # a framework holds a few, or as many as it accumulates gradients over
+MAX_LOOK = 2  # batches of an iterator that a framework throws away
+HOW_TO_TELL = "give the framework the StreamReportCallback of ray_lance_stream.integrations with these batches"
+
+
+def check_reports(reports: bool, options: Mapping[str, Any]) -> None:
+    """Refuse options of reports for a callback that makes none.
+
+    Raises:
+        ConfigError: names them.
+    """
+    given = sorted(name for name, value in options.items() if value is not None)
+    if given and not reports:
+        raise ConfigError(f"with reports=False a callback reports nothing, so leave out {', '.join(given)}")
 
 
 class TrackedBatches(RayIterable):
@@ -25,13 +41,16 @@ class TrackedBatches(RayIterable):
 
     A shard counts a batch when it is handed out, but a framework may hold it for a while: Lightning knows by the next batch
     that one is not the last, and Hugging Face's Trainer takes all batches of a step at once. Here a batch counts when it was
-    trained, which the callback for the framework tells. Once this is made, `ray_lance_stream.report` saves that position.
+    trained, which the callback for the framework tells. Once this is made, `ray.train.report` and `ray_lance_stream.report`
+    save that position.
 
     Each `iter()` is one epoch, as with a shard. One of which no batch was trained is begun again: frameworks make iterators
     that they throw away after a first batch. `shard.set_epoch` and `shard.load_state_dict` say otherwise, as ever.
+    Where all batches of an epoch were handed out, the next `iter()` raises IterationError if none was told to be trained.
 
     Attributes:
         shard: of this process.
+        is_untold: whether batches were handed out, and no batch was ever told to be trained.
         withheld: whether an `iter()` gives no batch and leaves the position alone, as a callback wants it for a training that
             is over already.
 
@@ -57,6 +76,8 @@ class TrackedBatches(RayIterable):
         self._behind: StreamState | None = None  # the last batch that is in the weights
         self._start: tuple[StreamState, int] | None = None  # where the shard was before the pass, and which epoch it is
         self._is_begun = False  # whether a batch of the pass was trained, or it is over without any
+        self._is_whole = False  # whether all batches of the pass were handed out
+        self._is_told = False  # whether a batch was ever trained, or an epoch left
         self._moves: int | None = None  # of the shard, as the pass has left it; None: it waits for its first batch
         train.track(self)
 
@@ -80,7 +101,7 @@ class TrackedBatches(RayIterable):
                 "batches, and one callback"
             )
         behind = self._handed.popleft()
-        self._is_begun = True
+        self._is_begun = self._is_told = True
         if stepped:
             self._behind = behind
 
@@ -92,11 +113,15 @@ class TrackedBatches(RayIterable):
         state = self.state()
         self._end()
         self._handed.clear()
-        self._is_begun = True
+        self._is_begun = self._is_told = True
         if state.epoch <= epoch:
             self._behind = replace(state, epoch=epoch + 1, samples_consumed_per_split=0, partial=None)
 
     # ---- position
+
+    @property
+    def is_untold(self) -> bool:
+        return bool(self._handed) and not self._is_told and not self._is_moved
 
     def state(self) -> StreamState:
         """`state_dict()` as an object."""
@@ -107,7 +132,7 @@ class TrackedBatches(RayIterable):
         return self.state().to_dict()
 
     def save_state(self, directory: str | os.PathLike[str]) -> None:
-        """As `StreamShard.save_state`, for use with plain `ray.train.report`."""
+        """As `StreamShard.save_state`."""
         train.save_state_file(directory, self.shard.name, self.state())
 
     # ---- one pass
@@ -126,6 +151,7 @@ class TrackedBatches(RayIterable):
                 raise IterationError(ENDED)
             if not self._handed:
                 self._is_begun = True  # also without a batch: begun again, it would have none again
+            self._is_whole = True
         finally:
             if running is self._running:
                 self._end()
@@ -134,23 +160,47 @@ class TrackedBatches(RayIterable):
         if len(self._handed) > MAX_UNTRAINED:
             raise IterationError(
                 f"{MAX_UNTRAINED} batches were handed out and none was told to be trained, so no checkpoint would move on; "
-                "give the framework the callback of ray_lance_stream.integrations with these batches"
+                f"{HOW_TO_TELL}"
             )
 
     def _begin(self) -> Any:
-        """Begin the next epoch, or the one before again where the framework has only looked at it."""
+        """Begin the next epoch, or the one before again where the framework has only looked at it.
+
+        Raises:
+            IterationError: all of it was handed out, which is no look.
+        """
         self._end()
         behind = self.state()
         if self._start is not None and not self._is_begun and not self._is_moved:
+            self._check_is_look(self._start[1])
             self._go_back(*self._start)
         self._handed.clear()
-        self._is_begun = False
+        self._is_begun = self._is_whole = False
         self._behind = behind
         self._start = (self.shard.state(), self.shard.epoch)
         self._moves = self.shard._moves
         self._running = super().__iter__()
         self._moves = None
         return self._running
+
+    def _check_is_look(self, epoch: int) -> None:
+        name, handed = self.shard.name, len(self._handed)
+        if self._is_whole:
+            raise IterationError(
+                f"all batches of epoch {epoch} of stream {name!r} were handed out and none was told to be trained, so the next "
+                f"epoch would be the same one: {HOW_TO_TELL}, or call their trained() behind each step of the optimizer; a "
+                "loop of your own takes shard.iter_torch_batches(...) without them. If the epoch was only looked at, "
+                f"shard.set_epoch({epoch}) begins it again"
+            )
+        if handed > MAX_LOOK:
+            logger.warning(
+                "stream %r: an iterator was given up after %d batches and none was told to be trained, so epoch %d begins "
+                "again; if they were trained, %s",
+                name,
+                handed,
+                epoch,
+                HOW_TO_TELL,
+            )
 
     def _end(self) -> None:
         """End the running pass, so that nothing is read or held for a loop that has gone."""

@@ -13,7 +13,7 @@ from ray.train import Checkpoint
 from transformers import TrainerCallback
 
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.integrations.tracked import TrackedBatches
+from ray_lance_stream.integrations.tracked import TrackedBatches, check_reports
 from ray_lance_stream.train import report
 
 logger = logging.getLogger(__name__)
@@ -31,12 +31,19 @@ class StreamReportCallback(TrainerCallback):
 
     Args:
         batches: what the Trainer is given as train_dataset.
+        reports: False beside another callback that reports, such as Ray's own, which comes after this one in the list: this
+            one then only counts what is trained.
         report_options: arguments for `ray.train.report`, such as checkpoint_upload_mode.
+
+    Raises:
+        ConfigError: report_options are given with reports=False.
     """
 
-    def __init__(self, batches: TrackedBatches, **report_options: Any) -> None:
+    def __init__(self, batches: TrackedBatches, *, reports: bool = True, **report_options: Any) -> None:
         super().__init__()
+        check_reports(reports, report_options)
         self._batches = batches
+        self._reports = reports
         self._report_options = report_options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -76,6 +83,8 @@ class StreamReportCallback(TrainerCallback):
         """Report what the Trainer has just saved; one rank of each node brings its files."""
         if control.should_epoch_stop:
             self._batches.leave()  # before this save, as a resume would go on in the epoch else
+        if not self._reports:
+            return
         if dist.is_initialized():
             dist.barrier()  # each rank writes its random state
         checkpoint = None

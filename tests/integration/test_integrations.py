@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 
 from ray_lance_stream import ConfigError
-from ray_lance_stream.train import read_states, save_state_file
+from ray_lance_stream.train import read_states, register, save_state_file
 from tests.support import Oracle, make_table, scan_ids
 
 pl = pytest.importorskip("pytorch_lightning", reason="the extra `integrations` is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `integrations` is not installed")
 
+from ray.train.huggingface.transformers import RayTrainReportCallback as TrainerReportCallback  # noqa: E402
 from ray.train.huggingface.transformers import prepare_trainer  # noqa: E402
+from ray.train.lightning import RayTrainReportCallback  # noqa: E402
 
 from ray_lance_stream.integrations import TrackedBatches  # noqa: E402
 from ray_lance_stream.integrations import lightning as with_lightning  # noqa: E402
@@ -206,6 +210,65 @@ def test_every_n_steps_is_a_positive_int(size) -> None:
         with_lightning.StreamReportCallback(None, every_n_steps=size)
 
 
+class Run(LocalTrainFnUtils):
+    """A local run, which keeps all reports and where the stream is in them."""
+
+    def __init__(self) -> None:
+        super().__init__("run")
+        self.places: list[tuple[int, int]] = []
+
+    def report(
+        self,
+        metrics: Any,
+        checkpoint: Any = None,
+        checkpoint_upload_mode: Any = None,
+        checkpoint_upload_fn: Any = None,
+        **_: Any,
+    ) -> None:
+        state = (read_states(checkpoint) or {})["train"]
+        self.places.append((state.epoch, state.samples_consumed_per_split))
+
+
+@pytest.fixture
+def run(monkeypatch) -> Iterator[Run]:
+    """This process runs the training function of a local run, as `ScalingConfig(num_workers=0)` makes one."""
+    monkeypatch.setattr("ray_lance_stream.train._attempt", None)
+    run = Run()
+    set_train_fn_utils(run)
+    yield run
+    set_train_fn_utils(None)
+
+
+def test_rays_own_callback_for_lightning_saves_what_was_trained(shards, table, run, caplog) -> None:
+    """With our batches and our callback to count them; without them it is told."""
+
+    def fit(batches: Any, *callbacks: Any) -> None:
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=2,
+            callbacks=[*callbacks, RayTrainReportCallback()],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+            limit_train_batches=4,
+        )
+        trainer.fit(Module(), train_dataloaders=batches)
+
+    batches = batches_of(shards, table, None)
+    register(batches.shard)
+    fit(batches, with_lightning.StreamReportCallback(batches, reports=False))
+    assert run.places == [(1, 0), (2, 0)]
+    assert "fetches batches of stream" not in caplog.text
+    shard = shards.of(shards.stream(table, num_splits=12, global_batch_size=24))
+    shard.name = "train"
+    register(shard)
+    fit(shard.iter_torch_batches())
+    assert "lightning fetches batches of stream 'train' before it trains them" in caplog.text
+    with pytest.raises(ConfigError, match="with reports=False a callback reports nothing, so leave out every_n_steps"):
+        with_lightning.StreamReportCallback(batches, reports=False, every_n_steps=2)
+
+
 # Hugging Face's Trainer
 
 
@@ -229,7 +292,13 @@ class Trainer(transformers.Trainer):
 
 
 def train(
-    monkeypatch: Any, shards: Any, table: str, folder: Path, checkpoint: Path | None = None, **options: Any
+    monkeypatch: Any,
+    shards: Any,
+    table: str,
+    folder: Path,
+    checkpoint: Path | None = None,
+    callbacks: Sequence[Any] = (),
+    **options: Any,
 ) -> tuple[Trainer, Reports]:
     """One run of the Trainer."""
     folder.mkdir()
@@ -248,7 +317,7 @@ def train(
         **{"save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "ignore_data_skip": True, **options},
     )
     callback = with_transformers.StreamReportCallback(batches)
-    trainer = Trainer(model=Counter(), args=arguments, train_dataset=batches, callbacks=[callback])
+    trainer = Trainer(model=Counter(), args=arguments, train_dataset=batches, callbacks=[callback, *callbacks])
     trainer.trained = []
     prepare_trainer(trainer).train(
         resume_from_checkpoint=f"{checkpoint}/{with_transformers.CHECKPOINT_NAME}" if checkpoint else None
@@ -273,6 +342,25 @@ def test_the_trainer_resumes_exactly_from_each_of_its_checkpoints(
         trained = epoch * STEPS + step * accumulate - (last if step == 0 else 0)
         assert resumed.trained == unbroken.trained[trained:], number
         assert torch.equal(resumed.model.weight, unbroken.model.weight)
+
+
+def test_rays_own_callback_for_the_trainer_saves_what_was_trained(monkeypatch, shards, table, tmp_path, run) -> None:
+    """The Trainer fetches two batches for each of its steps."""
+    make = with_transformers.StreamReportCallback
+    monkeypatch.setattr(with_transformers, "StreamReportCallback", lambda batches: make(batches, reports=False))
+    made = batches_of
+
+    def registered(*args: Any, **options: Any) -> TrackedBatches:
+        batches = made(*args, **options)
+        register(batches.shard)
+        return batches
+
+    monkeypatch.setitem(globals(), "batches_of", registered)
+    arguments = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    train(monkeypatch, shards, table, tmp_path / "out", callbacks=[TrainerReportCallback()], **arguments)
+    assert run.places == [(0, 4), (0, 8)]
+    with pytest.raises(ConfigError, match="so leave out checkpoint_upload_mode"):
+        make(None, reports=False, checkpoint_upload_mode="ASYNC")
 
 
 def test_a_trainer_that_would_leave_batches_out_is_refused(monkeypatch, shards, table, tmp_path) -> None:

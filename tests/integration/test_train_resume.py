@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,9 @@ import pyarrow as pa
 import pytest
 import ray
 import ray.train
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, CheckpointConfig, CheckpointUploadMode, FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-import ray_lance_stream
 from ray_lance_stream import lance_stream
 from tests.support import Oracle, effective_history, log_loop, make_table, read_logs, scan_ids, write
 
@@ -63,7 +63,7 @@ def oracle(table: str, epochs: int = 3) -> dict[tuple[int, int], list[int]]:
 
 def test_a_chain_of_worker_counts_through_epoch_edges_and_another_process(cluster, table, tmp_path):
     """2 -> 3 (new process) -> 1 -> 4: saved inside an epoch, after its last step, and after its end."""
-    run(table, tmp_path, 2, "a", save_every=4, stop_after=6)
+    run(table, tmp_path, 2, "a", save_every=4, stop_after=6, plain_report=True)
     script = (
         "import ray, sys; from pathlib import Path; from tests.integration.test_train_resume import run;"
         "ray.init(address=sys.argv[1], log_to_driver=False);"
@@ -74,7 +74,7 @@ def test_a_chain_of_worker_counts_through_epoch_edges_and_another_process(cluste
     subprocess.run(
         [sys.executable, "-c", script, address, table, str(tmp_path)], check=True, timeout=150, env=environment
     )
-    run(table, tmp_path, 1, "c", save_every=5, stop_after=5)
+    run(table, tmp_path, 1, "c", save_every=5, stop_after=5, plain_report=True)
     run(table, tmp_path, 4, "d", save_end=True)
     attempts = read_logs(tmp_path)
     assert [(a.tag, a.world, a.start) for a in attempts] == [
@@ -100,6 +100,7 @@ def test_a_worker_that_dies_takes_the_run_back_to_its_checkpoint(cluster, table,
         2,
         "a",
         max_failures=1,
+        plain_report=True,
         save_every=5,
         stop_after=9,  # the second attempt has 8 steps left
         stop="exit",
@@ -169,51 +170,114 @@ def test_the_recorded_version_is_read_though_the_table_has_moved_on(cluster, tmp
         run(path, tmp_path, 2, "c", stream={"filter": "id % 7 != 0"})
 
 
-def plain_report_loop(config: dict[str, Any]) -> None:
-    """Two streams; saves as the config says, with plain `ray.train.report`."""
-    train, aux = ray.train.get_dataset_shard("train"), ray.train.get_dataset_shard("aux")
-    rank = ray.train.get_context().get_world_rank()
-    with (Path(config["dir"]) / f"{config['tag']}-{rank}.json").open("w") as log:
-        write(log, {"train": train.state_dict(), "aux": aux.state_dict()})
-    for shard in (train, aux):
-        for step, _ in enumerate(shard.iter_batches(batch_size=shard.local_batch_size(GLOBAL_BATCH))):
-            if step == 2:
-                break
+def two_streams_loop(config: dict[str, Any]) -> None:
+    """Trains three steps of each stream and reports; or reports before it asks for a shard, which saves no state."""
+    names, rank = config["names"], ray.train.get_context().get_world_rank()
     directory = Path(config["dir"]) / f"saved-{config['tag']}-{rank}"
     directory.mkdir()
     (directory / "model.txt").write_text("weights")
-    for name in config["save"]:
-        {"train": train, "aux": aux}[name].save_state(directory)
     checkpoint = Checkpoint.from_directory(str(directory)) if rank == 0 else None
-    if config.get("report"):
-        ray_lance_stream.report({}, checkpoint=checkpoint)
-    else:
+    if config.get("early"):
         ray.train.report({}, checkpoint=checkpoint)
+        return
+    shards = {name: ray.train.get_dataset_shard(name) for name in names}
+    with (Path(config["dir"]) / f"{config['tag']}-{rank}.json").open("w") as log:
+        write(log, {name: shard.state_dict() for name, shard in shards.items()})
+    for shard in shards.values():
+        for step, _ in enumerate(shard.iter_batches(batch_size=shard.local_batch_size(GLOBAL_BATCH))):
+            if step == 2:
+                break
+    ray.train.report({}, checkpoint=checkpoint)
 
 
 def two_streams(
-    table: str, directory: Path, run_name: str, tag: str, resume: str = "auto", **config: Any
+    table: str, directory: Path, run_name: str, tag: str, names: str = "train aux", resume: str = "auto", **config: Any
 ) -> dict[str, Any]:
     made = {
         name: lance_stream(table, num_splits=NUM_SPLITS, shuffle_seed=seed, resume=resume)
-        for name, seed in (("train", 5), ("aux", 6))
+        for seed, name in enumerate(names.split())
     }
     DataParallelTrainer(
-        plain_report_loop,
-        train_loop_config={"dir": str(directory), "tag": tag, **config},
+        two_streams_loop,
+        train_loop_config={"dir": str(directory), "tag": tag, "names": list(made), **config},
         datasets=made,
         scaling_config=ScalingConfig(num_workers=1),
         run_config=RunConfig(name=run_name, storage_path=str(directory / "runs")),
     ).fit()
-    states = json.loads((directory / f"{tag}-0.json").read_text())
+    log = directory / f"{tag}-0.json"
+    states = json.loads(log.read_text()) if log.exists() else {}
     return {name: (state["epoch"], state["samples_consumed_per_split"]) for name, state in states.items()}
 
 
 def test_streams_that_a_checkpoint_does_not_mention(cluster, table, tmp_path):
     """Another stream's state: starts fresh. No stream state at all: an error that says how to save it, unless manual."""
-    assert two_streams(table, tmp_path, "one", "a", save=["train"]) == {"train": (0, 0), "aux": (0, 0)}
-    assert two_streams(table, tmp_path, "one", "b", save=[], report=True) == {"train": (0, 6), "aux": (0, 0)}
-    assert two_streams(table, tmp_path, "one", "c", save=[]) == {"train": (0, 12), "aux": (0, 6)}
-    with pytest.raises(ray.train.TrainingFailedError, match=r"no stream state.*ray_lance_stream\.report"):
-        two_streams(table, tmp_path, "one", "d", save=[])
-    assert two_streams(table, tmp_path, "one", "e", resume="manual", save=[]) == {"train": (0, 0), "aux": (0, 0)}
+    assert two_streams(table, tmp_path, "one", "a", names="train") == {"train": (0, 0)}
+    assert two_streams(table, tmp_path, "one", "b") == {"train": (0, 6), "aux": (0, 0)}
+    assert two_streams(table, tmp_path, "one", "c", early=True) == {}
+    with pytest.raises(
+        ray.train.TrainingFailedError, match=r"no stream state.*ray\.train\.report in a worker that has"
+    ):
+        two_streams(table, tmp_path, "one", "d")
+    assert two_streams(table, tmp_path, "one", "e", resume="manual") == {"train": (0, 0), "aux": (0, 0)}
+
+
+def turns_loop(config: dict[str, Any]) -> None:
+    """Trains `aux`, then `train`, and fails; then `train`, and `aux` once the checkpoint that it started from is deleted."""
+
+    def step(shard: Any) -> None:
+        next(iter(shard.iter_batches(batch_size=shard.local_batch_size(GLOBAL_BATCH))))
+
+    def saved(folder: str) -> Checkpoint:
+        path = Path(folder)
+        path.mkdir(parents=True)
+        (path / "model.txt").write_text("weights")
+        return Checkpoint.from_directory(folder)
+
+    directory, started_from = config["dir"], ray.train.get_checkpoint()
+    if started_from is None:
+        for number, name in enumerate(("aux", "train")):
+            step(ray.train.get_dataset_shard(name))
+            ray.train.report({"report": number}, checkpoint=saved(f"{directory}/first-{number}"))
+        ray.train.get_all_reported_checkpoints()  # the controller has taken both in
+        raise RuntimeError("planned")
+    train = ray.train.get_dataset_shard("train")
+    batches = iter(train.iter_batches(batch_size=train.local_batch_size(GLOBAL_BATCH)))
+    next(batches)
+    ray.train.report(
+        {"report": 2}, checkpoint=saved(f"{directory}/async"), checkpoint_upload_mode=CheckpointUploadMode.ASYNC
+    )
+    next(batches)
+    storage = ray.train.get_context().get_storage().experiment_fs_path
+    ray.train.report(
+        {"report": 3}, checkpoint=saved(f"{storage}/own"), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
+    )
+    next(batches)
+    ray.train.report({"report": 4}, checkpoint=ray.train.get_checkpoint())
+    until_s = time.monotonic() + 60
+    while Path(started_from.path).exists():
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    step(ray.train.get_dataset_shard("aux"))
+    ray.train.report({"report": 5}, checkpoint=saved(f"{directory}/last"))
+
+
+def test_streams_in_turns_whose_checkpoints_are_deleted(cluster, table, tmp_path):
+    """B53, B58, and each way to upload: the newest of all checkpoints has the position of both streams."""
+    made = {name: lance_stream(table, num_splits=NUM_SPLITS, shuffle_seed=5) for name in ("train", "aux")}
+    result = DataParallelTrainer(
+        turns_loop,
+        train_loop_config={"dir": str(tmp_path)},
+        datasets=made,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(
+            name="turns",
+            storage_path=str(tmp_path / "runs"),
+            failure_config=FailureConfig(max_failures=1),
+            checkpoint_config=CheckpointConfig(num_to_keep=1),
+        ),
+    ).fit()
+    states = json.loads(Path(result.checkpoint.path, "ray_lance_stream.json").read_text())["streams"]
+    assert {name: state["samples_consumed_per_split"] for name, state in states.items()} == {
+        "train": 4 * M,
+        "aux": 2 * M,
+    }

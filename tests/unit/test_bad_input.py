@@ -522,7 +522,7 @@ def test_what_is_no_state(path: str, case: str) -> None:
 
 
 FILES: dict[str, tuple[str | None, tuple[str, ...]]] = {
-    "no file": (None, ("holds no stream state", STATE_FILE, "save checkpoints with ray_lance_stream.report(")),
+    "no file": (None, ("holds no stream state", STATE_FILE, "save checkpoints with ray.train.report")),
     "no stream": ('{"format": 1, "streams": {}}', ("holds no stream state", "ray_lance_stream.report(")),
     "truncated": ('{"format": 1, "streams": {"tr', ("holds JSON", '{"format": 1, "streams": {"tr', "truncated")),
     "empty": ("", ("holds JSON", "truncated")),

@@ -138,7 +138,7 @@ def test_gradients_that_wait_for_the_optimizer_do_not_count() -> None:
 def test_an_iterator_that_was_only_looked_at_is_begun_again() -> None:
     batches = tracked(3)
     assert next(iter(batches)) == (0, 0)
-    assert list(batches) == [(0, 0), (0, 1), (0, 2)]  # looked at as a whole: it begins again, too
+    assert next(iter(batches)) == (0, 0)
     running = iter(batches)
     assert next(running) == (0, 0)
     batches.trained()
@@ -363,6 +363,40 @@ def test_a_missing_callback_is_told() -> None:
         list(tracked(MAX_UNTRAINED + 1))
 
 
+def test_an_epoch_that_nobody_tells_of_is_not_begun_again() -> None:
+    """B55: a loop of one's own around TrackedBatches. What was only looked at as a whole can be begun again."""
+    batches = tracked(3)
+    assert not batches.is_untold
+    assert list(batches) == [(0, 0), (0, 1), (0, 2)]
+    assert batches.is_untold
+    for _ in range(2):
+        with pytest.raises(IterationError, match=r"all batches of epoch 0 .* none was told.*StreamReportCallback"):
+            next(iter(batches))
+    batches.shard.set_epoch(0)
+    assert not batches.is_untold
+    for epoch in range(2):
+        for batch in batches:
+            assert batch[0] == epoch
+            batches.trained()
+    assert not batches.is_untold
+    assert place(batches) == (2, 0)
+    assert len(list(batches)) == 3
+    with pytest.raises(IterationError, match="all batches of epoch 2 "):
+        next(iter(batches))
+
+
+@pytest.mark.parametrize("seen", [2, 3])
+def test_a_long_look_is_told(seen, caplog) -> None:
+    batches = tracked(5)
+    running = iter(batches)
+    for _ in range(seen):
+        next(running)
+    with caplog.at_level("WARNING", "ray_lance_stream"):
+        assert next(iter(batches)) == (0, 0)
+    told = "stream 'train': an iterator was given up after 3 batches and none was told to be trained"
+    assert (told in caplog.text) == (seen > 2)
+
+
 def test_a_stream_for_evaluation_is_refused() -> None:
     shard = Shard(2)
     shard.evaluation = True
@@ -379,7 +413,7 @@ def test_what_report_saves_is_what_was_trained(monkeypatch, tmp_path) -> None:
     batches.trained()
     assert train.live_states()["train"] == batches.state() != shard.state()
     batches.save_state(tmp_path)
-    assert train.state_in(train._checkpoint_at(str(tmp_path)), "train") == batches.state()
+    assert train.read_states(train._checkpoint_at(str(tmp_path))) == {"train": batches.state()}
     train._shards["train"] = other  # of another run in this process: these batches are not its
     assert train.live_states()["train"] == other.state()
     train._shards["train"] = shard
