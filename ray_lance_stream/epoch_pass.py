@@ -23,6 +23,7 @@ from ray_lance_stream._ray import (
 from ray_lance_stream.columns import NullInTensorError, TensorCollateFn, null_error, refuse_nulls, with_tensor_columns
 from ray_lance_stream.cursor import EpochWalk
 from ray_lance_stream.errors import IterationError
+from ray_lance_stream.forked import use_ray
 from ray_lance_stream.reader import ChunkInfo
 from ray_lance_stream.window import ReadWindow
 
@@ -66,7 +67,11 @@ class EpochPass(DataIterator):
         size: Any = self.batch_size  # Ray's annotation leaves out its own None
         running: Any = iter(super()._iter_batches(batch_size=size, drop_last=self.drop_last, **kwargs))
         self._running = running
-        yield from running
+        with closing(running):
+            for batch in running:
+                yield batch
+                del batch
+                use_ray()
         self._check_complete()  # Ray's iterator also ends when close() ends it
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -168,6 +173,7 @@ class EpochPass(DataIterator):
             self._received(rows)
 
     def _received(self, rows: int) -> None:
+        use_ray()
         if self._shard._pass is not self:
             raise IterationError(ENDED)
         assert self._window is not None

@@ -13,6 +13,7 @@ from ray_lance_stream.cursor import EpochWalk
 from ray_lance_stream.epoch_pass import ENDED
 from ray_lance_stream.errors import ConfigError, IterationError
 from ray_lance_stream.feed import Feed, Told
+from ray_lance_stream.forked import use_ray
 from ray_lance_stream.own_batches import OwnBatches
 from ray_lance_stream.replaced import ReplacedRows
 from ray_lance_stream.state import SkippedCycles
@@ -59,7 +60,7 @@ class LoaderPass:
         try:
             self._batches = start_workers()
         except BaseException:
-            self._shard._take_back_loader_pass(self)
+            self.end()
             raise
 
     def next(self) -> Any:
@@ -71,6 +72,7 @@ class LoaderPass:
         """
         if self._batches is None:
             raise StopIteration if self.is_complete else IterationError(ENDED)
+        use_ray()
         asked_s = time.perf_counter()
         told = next(self._batches, None)
         came_s = time.perf_counter()

@@ -16,6 +16,7 @@ from ray_lance_stream.columns import batch_schema
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.cursor import EpochWalk, Position
 from ray_lance_stream.epoch_pass import EpochPass
+from ray_lance_stream.forked import is_cut_off, use_ray
 from ray_lance_stream.line import with_chunks_for_stages
 from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.meter import Meter
@@ -168,6 +169,7 @@ class StreamShard(StreamSizedIterator, Resumable):
 
     def _new_pass(self, batch_size: int | None, drop_last: bool) -> EpochPass:
         """A pass that begins when its first item is asked for."""
+        use_ray()
         cursor = self._restore()
         if batch_size is not None:
             self._refuse_empty(cursor.next_start, self._position.plan_from(cursor.next_start), batch_size, drop_last)
@@ -208,13 +210,9 @@ class StreamShard(StreamSizedIterator, Resumable):
         self._position.begin(new.plan, new.walk, new.batch_size, new.drop_last)
         self._pass = new
 
-    def _take_back_loader_pass(self, new: LoaderPass) -> None:
-        """Its workers could not be started: the next pass begins where it would have."""
-        self._pass = None
-        self._position.cursor().take_back()
-
     def _next_pass(self, batch_size: int | None, drop_last: bool) -> tuple[ReadPlan, EpochWalk]:
         """End the running pass; returns the plan of the next one, with its list, and its walk."""
+        use_ray()
         cursor = self._restore()
         if self._pass is not None:
             self._end_pass(self._pass)
@@ -240,6 +238,8 @@ class StreamShard(StreamSizedIterator, Resumable):
         if self._pass is not ended:
             return
         self._pass = None
+        if is_cut_off():
+            return
         if not ended.is_complete:
             self._supply.ahead.drop()
         ended.close()
@@ -250,6 +250,7 @@ class StreamShard(StreamSizedIterator, Resumable):
 
     def close(self) -> None:
         """End a running pass and let the readers go; a later `iter_*` call starts new ones."""
+        use_ray()
         if self._pass is not None:
             self._end_pass(self._pass)
         self._supply.clear()
@@ -257,6 +258,7 @@ class StreamShard(StreamSizedIterator, Resumable):
 
     def schema(self) -> Schema:
         """Columns and types of the batches; with transforms, those of a first cycle that is read for it."""
+        use_ray()
         plan = self._plan_of_next()
         if self._config.stages:
             walk = self._walk(Position(self.epoch), plan)
