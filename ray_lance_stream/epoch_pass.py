@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ class EpochPass(DataIterator):
 
     Args:
         shard: whose rows.
-        batch_size: rows per batch; None: blocks.
+        batch_size: rows per batch, also of what is made of rows; None: blocks.
         drop_last: leave out a last batch that is not whole.
     """
 
@@ -64,7 +64,7 @@ class EpochPass(DataIterator):
         """Batches as Ray makes them."""
         collate_fn = unpinned(kwargs.get("_collate_fn"))
         self._to_tensors = collate_fn if isinstance(collate_fn, TensorCollateFn) else None
-        size: Any = self.batch_size  # Ray's annotation leaves out its own None
+        size: Any = self.batch_size if self._count_batches else None  # Ray's annotation leaves out its own None
         running: Any = iter(super()._iter_batches(batch_size=size, drop_last=self.drop_last, **kwargs))
         self._running = running
         with closing(running):
@@ -74,12 +74,19 @@ class EpochPass(DataIterator):
                 use_ray()
         self._check_complete()  # Ray's iterator also ends when close() ends it
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Rows as dicts; each counts when it is handed out."""
+    def rows(
+        self, rows_of: Callable[[Any], Iterator[dict[str, Any]]] = block_rows, prefetch_batches: int = 1
+    ) -> Iterator[dict[str, Any]]:
+        """Rows as dicts; each counts when it is handed out.
+
+        Args:
+            rows_of: the rows of a block.
+            prefetch_batches: blocks that Ray holds ready.
+        """
         self._count_batches = False
-        with closing(self.batches(batch_format=None, prefetch_batches=1)) as blocks:
+        with closing(self.batches(batch_format=None, prefetch_batches=prefetch_batches)) as blocks:
             for block in blocks:
-                for row in block_rows(block):
+                for row in rows_of(block):
                     self._received(1)
                     yield row
 

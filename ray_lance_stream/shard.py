@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -141,16 +142,21 @@ class StreamShard(StreamSizedIterator, Resumable):
 
     def num_batches(self, batch_size: int | None = None, drop_last: bool = False) -> int:
         """Batches that the next pass delivers: those left of an open epoch after a resume, else those of an epoch."""
-        cursor = self._restore()
+        self._restore()
         size = self._batch_rule.resolve(batch_size if batch_size is not None else BATCH_SIZE_OF_STREAM)
-        plan = self._position.plan_from(cursor.next_start)  # not that of the running pass
-        return self._walk(cursor.next_start, plan, size, drop_last).num_batches
+        return self._next_walk(size, drop_last).num_batches
 
     # ---- iteration
 
     def iter_rows(self) -> Any:
         """The rows as dicts, counted one by one."""
         return as_iterable(lambda: self._new_pass(None, drop_last=False).rows())
+
+    def _rows(
+        self, batch_size: int | None, drop_last: bool, rows_of: Callable[[Any], Iterator[Any]], prefetch_batches: int
+    ) -> Iterator[Any]:
+        """One pass as rows, counted one by one, of which somebody makes batches."""
+        return self._new_pass(batch_size, drop_last).rows(rows_of, prefetch_batches)
 
     def _iter_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, drop_last: bool = False, **kwargs: Any) -> Any:
         """What every `iter_*` call of Ray comes down to."""
@@ -184,6 +190,11 @@ class StreamShard(StreamSizedIterator, Resumable):
     ) -> EpochWalk:
         skipped = skipped_in(self._position.config.skipped, start.epoch)
         return EpochWalk(plan.grid, self._share.block, start, skipped, batch_size, drop_last)
+
+    def _next_walk(self, batch_size: int | None = None, drop_last: bool = False) -> EpochWalk:
+        """The next pass."""
+        start = self._restore().next_start
+        return self._walk(start, self._position.plan_from(start), batch_size, drop_last)
 
     def _plan_of_next(self) -> ReadPlan:
         """What the running pass reads, else the next one."""
