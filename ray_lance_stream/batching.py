@@ -27,6 +27,9 @@ class _BatchSizeOfStream:
     def __repr__(self) -> str:
         return "the stream's"
 
+    def __reduce__(self) -> str:
+        return "BATCH_SIZE_OF_STREAM"  # the same one in each process
+
 
 BATCH_SIZE_OF_STREAM = _BatchSizeOfStream()
 
