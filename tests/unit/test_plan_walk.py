@@ -221,6 +221,8 @@ def test_cursor_after_a_pass_that_delivered_no_row_is_where_the_pass_began():
     assert (cursor.live, cursor.next_start) == (True, Position(4, 1))
     cursor.leave()
     assert (cursor.where, cursor.live, cursor.next_start) == ((Position(4, 1), "old"), False, Position(4, 1))
+    cursor.set_epoch(4)
+    assert cursor.next_start == Position(4, 1)  # a place like any that is open
     cursor.begin(EpochWalk(grid, block, Position(4, 1)), "new")
     cursor.received(1)
     cursor.leave()
