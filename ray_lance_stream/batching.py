@@ -27,6 +27,9 @@ class _BatchSizeOfStream:
     def __repr__(self) -> str:
         return "the stream's"
 
+    def __reduce__(self) -> str:
+        return "BATCH_SIZE_OF_STREAM"  # the same one in each process
+
 
 BATCH_SIZE_OF_STREAM = _BatchSizeOfStream()
 
@@ -163,6 +166,7 @@ class StreamSizedIterator(DataIterator):
     def to_torch_dataset(
         self,
         *,
+        rows: bool = False,
         batch_size: Any = BATCH_SIZE_OF_STREAM,
         drop_last: bool = False,
         dtypes: Any = None,
@@ -173,7 +177,10 @@ class StreamSizedIterator(DataIterator):
         `StreamDataLoader`; see docs/pytorch.md.
 
         Args:
-            batch_size: as of `iter_torch_batches`.
+            rows: items are rows, as dicts of numpy values, for a `DataLoader(..., batch_size=b)` that makes the batches. Then
+                `drop_last` and `collate_fn` are arguments of the loader, and there are no `dtypes`.
+            batch_size: as of `iter_torch_batches`. With rows it is that of the loader, and needs to be given for a plain one
+                with workers only.
             drop_last: leave out a last batch that is not whole.
             dtypes: as of `iter_torch_batches`.
             collate_fn: what makes something else of a batch than a dict of tensors: a function of a dict of arrays, or a
@@ -181,11 +188,12 @@ class StreamSizedIterator(DataIterator):
             prefetch_batches: batches that are made ahead without workers; with some, `DataLoader(prefetch_factor=...)` says it.
 
         Raises:
-            ConfigError: a batch size that cannot be served, no function, or dtypes beside one.
+            ConfigError: a batch size that cannot be served, no function, dtypes beside one, or what a loader of rows has.
         """
         from ray_lance_stream.torch_dataset import StreamDataset
+        from ray_lance_stream.torch_rows import StreamRows
 
-        return StreamDataset(
+        return (StreamRows if rows else StreamDataset)(
             cast("StreamShard", self),
             batch_size,
             drop_last=drop_last,

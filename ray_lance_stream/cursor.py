@@ -206,10 +206,11 @@ class Cursor:
     | now  | begin()          | received all | leave() | set_epoch(e) | load(p)  |
     | ---- | ---------------- | ------------ | ------- | ------------ | -------- |
     | OPEN | LIVE at position | -            | OPEN    | OPEN (e, 0)* | OPEN (p) |
-    | LIVE | LIVE, epoch + 1  | OPEN e + 1   | LEFT    | OPEN (e, 0)  | error    |
+    | LIVE | LIVE, epoch + 1  | OPEN e + 1   | LEFT**  | OPEN (e, 0)  | error    |
     | LEFT | LIVE, epoch + 1  | -            | LEFT    | OPEN (e, 0)  | OPEN (p) |
 
     * an open position inside epoch e stays: `set_epoch(shard.epoch)` after a resume must not undo the resume.
+    ** OPEN at its start if no row was received: a pass that delivered nothing takes no epoch.
 
     A *source* is what rows are of, a version of the table: kept here, so that it and the position can be asked for as one.
 
@@ -249,7 +250,7 @@ class Cursor:
     def next_start(self) -> Position:
         """Where the next pass begins."""
         place = self._place
-        return place.position if place.phase is _Pass.OPEN else Position(place.position.epoch + 1)
+        return place.position if place.phase is _Pass.OPEN or not place.rows else Position(place.position.epoch + 1)
 
     def begin(self, walk: EpochWalk, source: Any = None) -> None:
         """Start a pass over rows of `source`; `walk` starts at `next_start`."""
@@ -264,14 +265,9 @@ class Cursor:
         self._place = replace(place, phase=phase, rows=place.rows + rows)
 
     def leave(self) -> None:
-        """The running pass has ended; if that is before its last row, the loop broke out."""
-        walk = self._place.walk
-        if self.live and walk is not None:
-            self._place = replace(self._place, phase=_Pass.LEFT if walk.num_rows else _Pass.OPEN)
-
-    def take_back(self) -> None:
-        """The running pass, which has delivered nothing, could not start after all: the next one begins where it did."""
-        self._place = _Place(_Pass.OPEN, self._place.start, self._place.source)
+        """The running pass has ended: before its last row the loop broke out, and before its first one it took nothing."""
+        if self.live:
+            self._place = replace(self._place, phase=_Pass.LEFT if self._place.rows else _Pass.OPEN)
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is epoch `epoch`; keeps an open position inside that epoch."""

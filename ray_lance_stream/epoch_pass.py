@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from ray_lance_stream._ray import (
 from ray_lance_stream.columns import NullInTensorError, TensorCollateFn, null_error, refuse_nulls, with_tensor_columns
 from ray_lance_stream.cursor import EpochWalk
 from ray_lance_stream.errors import IterationError, TransformError
+from ray_lance_stream.forked import use_ray
 from ray_lance_stream.gate import PassedOn
 from ray_lance_stream.nullable_ints import refuse_inexact, with_types
 from ray_lance_stream.reader import ChunkInfo
@@ -43,7 +44,7 @@ class EpochPass(DataIterator):
 
     Args:
         shard: whose rows.
-        batch_size: rows per batch; None: blocks.
+        batch_size: rows per batch, also of what is made of rows; None: blocks.
         drop_last: leave out a last batch that is not whole.
     """
 
@@ -66,22 +67,33 @@ class EpochPass(DataIterator):
         """Batches as Ray makes them."""
         collate_fn = unpinned(kwargs.get("_collate_fn"))
         self._to_tensors = collate_fn if isinstance(collate_fn, TensorCollateFn) else None
-        size: Any = self.batch_size  # Ray's annotation leaves out its own None
+        size: Any = self.batch_size if self._count_batches else None  # Ray's annotation leaves out its own None
         running: Any = iter(super()._iter_batches(batch_size=size, drop_last=self.drop_last, **kwargs))
         self._running = running
         try:
-            yield from running
+            with closing(running):
+                for batch in running:
+                    yield batch
+                    del batch
+                    use_ray()
         except PassedOn as passed:
             original = passed.original
             raise original from original.__cause__
         self._check_complete()  # Ray's iterator also ends when close() ends it
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Rows as dicts; each counts when it is handed out."""
+    def rows(
+        self, rows_of: Callable[[Any], Iterator[dict[str, Any]]] = block_rows, prefetch_batches: int = 1
+    ) -> Iterator[dict[str, Any]]:
+        """Rows as dicts; each counts when it is handed out.
+
+        Args:
+            rows_of: the rows of a block.
+            prefetch_batches: blocks that Ray holds ready.
+        """
         self._count_batches = False
-        with closing(self.batches(batch_format=None, prefetch_batches=1)) as blocks:
+        with closing(self.batches(batch_format=None, prefetch_batches=prefetch_batches)) as blocks:
             for block in blocks:
-                for row in block_rows(block):
+                for row in rows_of(block):
                     self._received(1)
                     yield row
 
@@ -189,6 +201,7 @@ class EpochPass(DataIterator):
             self._received(rows)
 
     def _received(self, rows: int) -> None:
+        use_ray()
         if self._shard._pass is not self:
             raise IterationError(ENDED)
         assert self._window is not None

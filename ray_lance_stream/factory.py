@@ -20,6 +20,7 @@ from ray_lance_stream.config import (
     StreamConfig,
 )
 from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError
+from ray_lance_stream.forked import use_lance
 from ray_lance_stream.lancedb_order import check_lancedb_order
 from ray_lance_stream.lancedb_state import from_lancedb_state, is_lancedb_state
 from ray_lance_stream.order import FEISTEL_1, Order
@@ -114,10 +115,11 @@ def lance_stream(
         cache_bytes: of all data files in cache_dir; None: as many as leave a tenth of the disk free.
 
     Raises:
-        ConfigError: an argument cannot be served.
+        ConfigError: an argument cannot be served; or this process was forked from one that had used Lance.
         TableError: the table, or the version to resume from, is not there.
         StateError: resume_from holds no state, or one that does not fit.
     """
+    use_lance()
     if filter is not None and not isinstance(filter, str):
         raise ConfigError(f"filter must be SQL text, got {filter!r}; pass None for all rows")
     if num_splits is not None and (isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 1):

@@ -93,6 +93,16 @@ class Feed:
 
         Raises nothing before its first batch is asked for: workers that begin another pass would not pass it on.
         """
+        reads = self._reads()
+        yield from _told(reads) if self._told else (sendable(batch) for batch, _ in reads)
+
+    def rows(self) -> Iterator[Any]:
+        """The rows of those batches, of which the DataLoader makes them; their `collate_fn` makes lists of rows."""
+        for rows, _ in self._reads():
+            yield from rows
+
+    def _reads(self) -> OwnReads:
+        """What this worker reads of the pass."""
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info is not None else (0, 1)
         number = self._pass.item()
@@ -100,14 +110,13 @@ class Feed:
         keep_freed_memory()
         spec: PassSpec = pickle.loads(self._spec)
         spec = replace(spec, plan=_with_lists(spec.plan, self._lists))
-        reads = OwnReads(
+        return OwnReads(
             spec,
             Position(*self._start.tolist()),
             worker,
             num_workers,
             lambda: number == NO_PASS or self._pass.item() != number,
         )
-        yield from _told(reads) if self._told else (sendable(batch) for batch, _ in reads)
 
     def _refuse_again(self, worker: int) -> None:
         """A plain DataLoader gets the pass once, and from workers that persist never another one."""

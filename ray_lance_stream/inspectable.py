@@ -15,6 +15,7 @@ from ray_lance_stream.attempts import RankProgress
 from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.dataset import epoch_dataset
 from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.forked import use_ray
 from ray_lance_stream.meter import Tally, metrics_text
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.summary import PlanSummary, summarize
@@ -192,6 +193,7 @@ class Inspectable:
 
     def _told(self, run: str | None) -> tuple[list[str], dict[int, RankProgress]]:
         assert self._coordinator is not None
+        use_ray()
         return cast("tuple[list[str], dict[int, RankProgress]]", ray.get(self._coordinator.snapshot.remote(run)))
 
     def _snapshot(self, run: str | None) -> dict[int, RankProgress]:

@@ -16,6 +16,7 @@ from ray_lance_stream.attempts import Attempt, PassStart, RankProgress, StepSize
 from ray_lance_stream.config import ReadPlan, RowList
 from ray_lance_stream.error_transport import raise_original
 from ray_lance_stream.errors import ConfigError, ReadError
+from ray_lance_stream.forked import is_cut_off, use_ray
 from ray_lance_stream.meter import Meter
 from ray_lance_stream.pin import PinnedAs
 from ray_lance_stream.shelf import Owner, Reader, Worker
@@ -64,6 +65,7 @@ class CoordinatorLink:
 
     def prepare_reader(self) -> None:
         """Have the first reader started, or handed on from an attempt that has ended; waits for nothing."""
+        use_ray()
         self._coordinator.prepare.remote(self._owner(0), ray.get_runtime_context().get_node_id())
 
     def reader(self, slot: int, fresh: bool) -> tuple[Reader, Reader | None]:
@@ -181,7 +183,7 @@ class CoordinatorLink:
 
     def tell(self, state: StreamState) -> None:
         """Tell the coordinator and Ray's metrics where this rank is and what it has counted; waits for nothing."""
-        if not ray.is_initialized():  # a pass that the interpreter ends as it exits
+        if is_cut_off() or not ray.is_initialized():  # the latter: a pass that the interpreter ends as it exits
             return
         self._told_s = time.monotonic()
         tally, attempt = self._meter.tally(), self._named()
@@ -189,6 +191,7 @@ class CoordinatorLink:
         self._coordinator.record.remote(attempt, self._rank, RankProgress(state, tally))
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
+        use_ray()
         asked = getattr(self._coordinator, method).remote(*args)
         began_s = time.monotonic()
         end_s = math.inf if timeout_s is None else timeout_s

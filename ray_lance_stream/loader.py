@@ -13,12 +13,20 @@ from ray_lance_stream.cursor import EpochWalk
 from ray_lance_stream.epoch_pass import ENDED
 from ray_lance_stream.errors import ConfigError, IterationError
 from ray_lance_stream.feed import Feed, Told
+from ray_lance_stream.forked import use_ray
 from ray_lance_stream.own_batches import OwnBatches
 from ray_lance_stream.replaced import ReplacedRows
 from ray_lance_stream.state import SkippedCycles
 from ray_lance_stream.torch_dataset import FORKED, StreamDataset
+from ray_lance_stream.torch_rows import StreamRows
 
-OF_THE_DATASET = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn")
+OF_ROWS = ("batch_size", "drop_last", "collate_fn")
+OF_THE_DATASET = (*OF_ROWS, "batch_sampler", "sampler", "shuffle")
+
+
+def as_made(batch: Any) -> Any:
+    """What the `collate_fn` of a loader of rows has made stays as it is; torch would convert it once more."""
+    return batch
 
 
 class LoaderPass:
@@ -55,7 +63,7 @@ class LoaderPass:
         try:
             self._batches = start_workers()
         except BaseException:
-            self._shard._take_back_loader_pass(self)
+            self.end()
             raise
 
     def next(self) -> Any:
@@ -67,6 +75,7 @@ class LoaderPass:
         """
         if self._batches is None:
             raise StopIteration if self.is_complete else IterationError(ENDED)
+        use_ray()
         asked_s = time.perf_counter()
         told = next(self._batches, None)
         came_s = time.perf_counter()
@@ -152,7 +161,7 @@ class StreamDataLoader(DataLoader[Any]):
         num_workers: processes that read and make batches; 0: Ray's readers read ahead, and batches are made in threads.
         multiprocessing_context: "spawn", which is the default here, "forkserver", or such a context; never "fork".
         options: others of `DataLoader`, such as `prefetch_factor`, `persistent_workers`, `pin_memory`, `timeout` and
-            `worker_init_fn`.
+            `worker_init_fn`; of rows also `batch_size`, which is the stream's by default, `drop_last` and `collate_fn`.
 
     Raises:
         ConfigError: no such dataset; "fork"; or an option that is one of the dataset or would change the order.
@@ -166,12 +175,17 @@ class StreamDataLoader(DataLoader[Any]):
                 f"StreamDataLoader takes what shard.to_torch_dataset() returns, got {type(dataset).__name__}; use a plain "
                 "DataLoader for other datasets"
             )
+        collate_fn = None
+        if isinstance(dataset, StreamRows):
+            dataset = dataset.batched(*(options.pop(name, None) for name in OF_ROWS))
+            collate_fn = as_made
         # False is torch's own default of some of them.
         given = sorted(name for name in OF_THE_DATASET if options.get(name) is not None and options[name] is not False)
         if given:
             raise ConfigError(
                 f"StreamDataLoader takes batches as the dataset makes them, got {', '.join(given)}: pass batch_size, drop_last "
-                "and collate_fn to to_torch_dataset(); rows are shuffled by the stream"
+                "and collate_fn to to_torch_dataset(), or give it rows with to_torch_dataset(rows=True); the stream shuffles "
+                "the rows"
             )
         if not options.get("in_order", True):
             raise ConfigError("in_order must be True: batches that come in any order would be other global steps")
@@ -182,6 +196,7 @@ class StreamDataLoader(DataLoader[Any]):
         super().__init__(
             dataset,
             batch_size=None,
+            collate_fn=collate_fn,
             num_workers=num_workers,
             multiprocessing_context=context if num_workers else None,
             **options,

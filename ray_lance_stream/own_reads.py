@@ -31,6 +31,7 @@ from ray_lance_stream.state import SkippedCycles, skipped_in
 from ray_lance_stream.transform import Stage
 
 CHUNKS_HELD = 2  # one is handed out, the other one read
+BYTES_AT_ONCE = 2**30  # half of what Arrow's strings may have in one read: rows are not all of the same size
 
 
 class NumpyFunction(NumpyBatchCollateFn):
@@ -100,6 +101,11 @@ class BatchesRequest(ReadRequest):
     def rows(self, plan: StreamPlan) -> np.ndarray:
         """int64 [rows]: offsets in the table, batch after batch."""
         return np.concatenate([self._one(span).rows(plan) for span in self.spans])
+
+    def take(self, rows: np.ndarray) -> pa.Table:
+        """Rows of the table by their offsets. A batch is never cut, so where it is more than one read may hold the read is."""
+        take, at_once = super().take, max(1, BYTES_AT_ONCE // self.plan.row_bytes)
+        return pa.concat_tables([take(rows[first : first + at_once]) for first in range(0, len(rows), at_once)])
 
     def place(self, plan: StreamPlan, row: int) -> tuple[int, int]:
         """(split, position) of a row of the chunk."""

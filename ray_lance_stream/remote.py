@@ -19,6 +19,7 @@ from ray_lance_stream.blobs import blob_fields
 from ray_lance_stream.errors import ConfigError, ReadError, StreamError, TableError, VersionNotFoundError
 from ray_lance_stream.failures import MIN_SECRET_CHARS, attempt, chained, guarded, redact
 from ray_lance_stream.filters import check_filter_text, check_what_is_read
+from ray_lance_stream.forked import use_lance
 from ray_lance_stream.order import FEISTEL_1
 from ray_lance_stream.read_parts import in_parts
 from ray_lance_stream.selection import META_COLUMNS, check_columns
@@ -66,6 +67,7 @@ class RemoteTableRef(TableRef):
 
     def newest_version(self) -> int:
         """See TableRef.newest_version."""
+        use_lance()
         action = f"remote table {self.identity} cannot be opened"
         return int(guarded(lambda: _open_table(self, None).version, action, TableError, self._secrets()))
 

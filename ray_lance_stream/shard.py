@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from ray_lance_stream.columns import batch_schema
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.cursor import EpochWalk, Position
 from ray_lance_stream.epoch_pass import EpochPass
+from ray_lance_stream.forked import is_cut_off, use_ray
 from ray_lance_stream.line import with_chunks_for_stages
 from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.meter import Meter, metrics_text
@@ -150,16 +152,21 @@ class StreamShard(StreamSizedIterator, Resumable):
 
     def num_batches(self, batch_size: int | None = None, drop_last: bool = False) -> int:
         """Batches that the next pass delivers: those left of an open epoch after a resume, else those of an epoch."""
-        cursor = self._restore()
+        self._restore()
         size = self._batch_rule.resolve(batch_size if batch_size is not None else BATCH_SIZE_OF_STREAM)
-        plan = self._position.plan_from(cursor.next_start)  # not that of the running pass
-        return self._walk(cursor.next_start, plan, size, drop_last).num_batches
+        return self._next_walk(size, drop_last).num_batches
 
     # ---- iteration
 
     def iter_rows(self) -> Any:
         """The rows as dicts, counted one by one."""
         return as_iterable(lambda: self._new_pass(None, drop_last=False).rows())
+
+    def _rows(
+        self, batch_size: int | None, drop_last: bool, rows_of: Callable[[Any], Iterator[Any]], prefetch_batches: int
+    ) -> Iterator[Any]:
+        """One pass as rows, counted one by one, of which somebody makes batches."""
+        return self._new_pass(batch_size, drop_last).rows(rows_of, prefetch_batches)
 
     def _iter_batches(self, *, batch_size: Any = BATCH_SIZE_OF_STREAM, drop_last: bool = False, **kwargs: Any) -> Any:
         """What every `iter_*` call of Ray comes down to."""
@@ -178,6 +185,7 @@ class StreamShard(StreamSizedIterator, Resumable):
 
     def _new_pass(self, batch_size: int | None, drop_last: bool) -> EpochPass:
         """A pass that begins when its first item is asked for."""
+        use_ray()
         cursor = self._restore()
         if batch_size is not None:
             self._refuse_empty(cursor.next_start, self._position.plan_from(cursor.next_start), batch_size, drop_last)
@@ -192,6 +200,11 @@ class StreamShard(StreamSizedIterator, Resumable):
     ) -> EpochWalk:
         skipped = skipped_in(self._position.config.skipped, start.epoch)
         return EpochWalk(plan.grid, self._share.block, start, skipped, batch_size, drop_last)
+
+    def _next_walk(self, batch_size: int | None = None, drop_last: bool = False) -> EpochWalk:
+        """The next pass."""
+        start = self._restore().next_start
+        return self._walk(start, self._position.plan_from(start), batch_size, drop_last)
 
     def _plan_of_next(self) -> ReadPlan:
         """What the running pass reads, else the next one."""
@@ -218,13 +231,9 @@ class StreamShard(StreamSizedIterator, Resumable):
         self._position.begin(new.plan, new.walk, new.batch_size, new.drop_last)
         self._pass = new
 
-    def _take_back_loader_pass(self, new: LoaderPass) -> None:
-        """Its workers could not be started: the next pass begins where it would have."""
-        self._pass = None
-        self._position.cursor().take_back()
-
     def _next_pass(self, batch_size: int | None, drop_last: bool) -> tuple[ReadPlan, EpochWalk]:
         """End the running pass; returns the plan of the next one, with its list, and its walk."""
+        use_ray()
         cursor = self._restore()
         if self._pass is not None:
             self._end_pass(self._pass)
@@ -250,6 +259,8 @@ class StreamShard(StreamSizedIterator, Resumable):
         if self._pass is not ended:
             return
         self._pass = None
+        if is_cut_off():
+            return
         if not ended.is_complete:
             self._supply.ahead.drop()
         ended.close()
@@ -260,6 +271,7 @@ class StreamShard(StreamSizedIterator, Resumable):
 
     def close(self) -> None:
         """End a running pass and let the readers go; a later `iter_*` call starts new ones."""
+        use_ray()
         if self._pass is not None:
             self._end_pass(self._pass)
         self._supply.clear()
@@ -267,6 +279,7 @@ class StreamShard(StreamSizedIterator, Resumable):
 
     def schema(self) -> Schema:
         """Columns and types of the batches; with transforms, those of a first cycle that is read for it."""
+        use_ray()
         plan = self._plan_of_next()
         if self._config.stages:
             walk = self._walk(Position(self.epoch), plan)

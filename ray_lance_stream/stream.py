@@ -19,6 +19,7 @@ from ray_lance_stream.attempts import Attempt
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.coordinator import start_coordinator
 from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.forked import use_ray
 from ray_lance_stream.inspectable import Inspectable
 from ray_lance_stream.pin import Pin, PinnedAs
 from ray_lance_stream.shard import StreamShard
@@ -158,6 +159,7 @@ class LanceStream(Transformable, Inspectable):
 
     def close(self) -> None:
         """End the coordinator and with it every reader of this stream; runs that still use it fail."""
+        use_ray()
         if self._local is not None:
             self._local.close()
             self._local = None
@@ -207,6 +209,7 @@ class LanceStream(Transformable, Inspectable):
         return other
 
     def _coordinator_handle(self) -> ray.actor.ActorHandle:
+        use_ray()
         with _starting:
             if self._coordinator is None:
                 self._coordinator = start_coordinator(self.name or self._plan.table.identity, self._plan.table)

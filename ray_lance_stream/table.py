@@ -2,7 +2,7 @@
 
 Storage options travel with it but are no part of its identity, and neither they nor secrets in the URI show in any text.
 
-Lance is not fork-safe: a process forked after a table was opened must not use Lance. Ray workers are spawned.
+Lance is not fork-safe: a process forked after a table was opened must not use Lance (forked.py). Ray workers are spawned.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ray_lance_stream.cache_spec import CacheSpec
 from ray_lance_stream.content import TableContent, content_of
 from ray_lance_stream.errors import ConfigError, ReadError, TableError, VersionNotFoundError
 from ray_lance_stream.failures import attempt, chained, guarded, is_cut_listing, is_refusal, redact, secrets_of
+from ray_lance_stream.forked import use_lance
 from ray_lance_stream.manifest import is_same_version
 from ray_lance_stream.storage_options import (
     StorageOptions,
@@ -159,12 +160,8 @@ class OpenTables:
     """Least recently used open tables of this process. Opened one at a time: a second caller gets the first's."""
 
     def __init__(self) -> None:
-        # By process id, then by (uri, version, whether through io_uring).
-        self._tables: dict[int, OrderedDict[tuple[str, int, bool], OpenTable]] = {}
+        self._tables: OrderedDict[tuple[str, int, bool], OpenTable] = OrderedDict()  # by uri, version, through io_uring
         self._lock = threading.RLock()
-        # A lock held by another thread when the process forks would stay locked for ever in the child. What the parent
-        # opened stays where it is: closing it would run Lance code.
-        os.register_at_fork(after_in_child=lambda: setattr(self, "_lock", threading.RLock()))
 
     def get(self, ref: TableRef, fresh: bool) -> lance.LanceDataset:
         given = None if callable(ref.storage_options) else dict(ref.storage_options or {})
@@ -191,14 +188,14 @@ class OpenTables:
         open_table: Callable[[], OpenTable],
     ) -> Any:
         """The table that is open under a key and usable, or one opened now."""
+        use_lance()
         with self._lock:
-            tables = self._tables.setdefault(os.getpid(), OrderedDict())
-            found = tables.get(key)
+            found = self._tables.get(key)
             if found is None or not is_usable(found):
-                found = tables[key] = open_table()
-            tables.move_to_end(key)
-            while len(tables) > _MAX_OPEN_TABLES:
-                tables.popitem(last=False)
+                found = self._tables[key] = open_table()
+            self._tables.move_to_end(key)
+            while len(self._tables) > _MAX_OPEN_TABLES:
+                self._tables.popitem(last=False)
             return found.dataset
 
 
@@ -265,6 +262,7 @@ def open_newest(uri: str, options: Mapping[str, str]) -> lance.LanceDataset:
     Raises:
         TableError: there is no table, or it cannot be reached.
     """
+    use_lance()
     return guarded(
         lambda: _opened(uri, options),
         f"no Lance dataset can be opened at {public_uri(uri)}; for a LanceDB table pass the table, or its folder "

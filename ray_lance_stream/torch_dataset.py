@@ -8,8 +8,9 @@ from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 from ray.data.collate_fn import CollateFn
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from ray_lance_stream.calling_loader import calling_loader, fetches_lists
 from ray_lance_stream.columns import TensorCollateFn
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.errors import ConfigError, IterationError
@@ -61,7 +62,7 @@ class StreamDataset(IterableDataset[Any]):
         if collate_fn is not None and dtypes is not None:
             raise ConfigError("dtypes must not be given with a collate_fn: convert to them in it")
         self._shard: StreamShard | None = shard
-        self._batch_size: int = shard._batch_rule.resolve(batch_size)
+        self._asked_batch_size = self._served(batch_size)
         self._drop_last = drop_last
         self._collate_fn: CollateFn[Any] = TensorCollateFn(dtypes) if collate_fn is None else collate_fn
         if not isinstance(self._collate_fn, CollateFn):
@@ -80,6 +81,8 @@ class StreamDataset(IterableDataset[Any]):
         return f"StreamDataset({self._shard!r}, batch_size={self._batch_size})" if self._shard else "StreamDataset()"
 
     def __iter__(self) -> Iterator[Any]:
+        if fetches_lists():
+            self._refuse_lists(calling_loader(self))
         if self._shard is None:
             assert self._feed is not None
             return self._feed.batches()
@@ -93,6 +96,14 @@ class StreamDataset(IterableDataset[Any]):
             device="cpu",
         )
         return iter(batches)
+
+    @property
+    def _batch_size(self) -> int:
+        return self.shard._batch_rule.resolve(self._asked_batch_size)
+
+    def _served(self, batch_size: Any) -> Any:
+        """A batch size that was given, if it can be served."""
+        return self.shard._batch_rule.resolve(batch_size)
 
     def __len__(self) -> int:
         """Batches of the running pass, else of the next one: those left of an open epoch after a resume."""
@@ -184,6 +195,8 @@ class StreamDataset(IterableDataset[Any]):
     def _feed_of_plain_loader(self) -> Feed:
         """The feed of the pass that begins where the shard is; the same for all workers of the loader."""
         shard = self.shard
+        if (loader := calling_loader(self)) is not None and loader.batch_size is not None:
+            self._refuse_lists(loader)
         if any(each.max_replaced_rows is not None for stage in shard._config.stages for each in stage.transforms):
             raise ConfigError(
                 "max_replaced_rows is counted over all workers of a DataLoader, which a plain one cannot: use StreamDataLoader"
@@ -194,3 +207,15 @@ class StreamDataset(IterableDataset[Any]):
             shard._position.hand_out(plan, walk, self._batch_size, self._drop_last)
             self._feed, self._handed_out = feed, shard._position.handed_out
         return self._feed
+
+    def _refuse_lists(self, loader: DataLoader[Any] | None) -> None:
+        """A loader would make batches of batches.
+
+        Raises:
+            ConfigError: with what to pass to it.
+        """
+        got = "one" if loader is None else f"batch_size={loader.batch_size}"
+        raise ConfigError(
+            f"an item of to_torch_dataset() is a batch, so the DataLoader must be given no size of batches, got {got} (its "
+            "default is 1): pass DataLoader(dataset, batch_size=None), or give it rows with to_torch_dataset(rows=True)"
+        )

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import select
+import signal
 import time
+import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +53,34 @@ def fixed_size(ids: np.ndarray, width: int = 4) -> pa.FixedSizeListArray:
 def scan_ids(path: str, filter: str | None = None, version: int | None = None) -> np.ndarray:
     """Ids of the live rows in table order."""
     return lance.dataset(path, version=version).to_table(columns=["id"], filter=filter)["id"].to_numpy()
+
+
+def in_fork(function: Callable[[], Any], timeout_s: float = 20) -> Any:
+    """What a function returns, or raises, in a fork of this process."""
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lance's and Python's own, of forks
+        pid = os.fork()
+    if pid == 0:
+        try:
+            answer = (True, function())
+        except BaseException as error:
+            answer = (False, error)
+        os.write(theirs, pickle.dumps(answer))
+        os._exit(0)
+    os.close(theirs)
+    try:
+        assert select.select([ours], [], [], timeout_s)[0], "the forked process hangs"
+        sent = os.read(ours, 1 << 16)
+        assert sent, "the forked process has crashed"
+    finally:
+        os.close(ours)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    is_result, answer = pickle.loads(sent)
+    if not is_result:
+        raise answer
+    return answer
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ray_lance_stream import (
     ConfigError,
@@ -34,7 +35,7 @@ from ray_lance_stream.cursor import Position
 from ray_lance_stream.feed import NO_PASS
 from ray_lance_stream.own_reads import OwnReads
 from tests.integration.conftest import flat, ids_of
-from tests.support import Oracle, make_table, scan_ids
+from tests.support import Oracle, in_fork, make_table, scan_ids
 
 NUM_ROWS, NUM_SPLITS, GLOBAL_BATCH, CYCLES = 483, 12, 36, 3  # 14 steps, the last one of a cycle
 STEPS = 14
@@ -447,6 +448,219 @@ def test_what_cannot_start_takes_no_epoch(shards, stream, oracle, monkeypatch):
     assert InThisProcess.started == started + 1  # others, in place of the dead one
     assert ids_of(next(iter(loader))) == oracle.epoch(2)[0].tolist()
     assert loader._feed[1]._pass.item() == NO_PASS  # workers wait for no read of it
+
+
+# ---- two passes before the first batch
+
+
+def test_a_pass_that_delivered_no_batch_takes_no_epoch(shards, stream, oracle, monkeypatch):
+    """With workers and without, resumed or not."""
+    monkeypatch.setattr(DataLoader, "_get_iterator", lambda loader: InThisProcess(loader))
+    loader = StreamDataLoader(shards.of(stream).to_torch_dataset(), num_workers=1)
+    kept = iter(loader)
+    iter(loader)  # and gone
+    last = iter(loader)
+    assert (loader.epoch, len(loader)) == (0, STEPS)
+    assert [ids_of(batch) for batch in last] == [step.tolist() for step in oracle.epoch(0)]
+    with pytest.raises(IterationError, match="another pass"):
+        next(kept)
+    again = iter(loader)
+    for _ in range(3):
+        next(again)
+    saved = loader.state_dict()
+    del again
+    shard = shards.of(stream, state=saved)
+    loader = StreamDataLoader(shard.to_torch_dataset(), num_workers=1)
+    iter(loader)
+    loader.close()
+    assert loader.state_dict() == saved
+    assert ids_of(next(iter(shard.iter_batches()))) == oracle.epoch(1)[3].tolist()
+
+
+# ---- rows, of which the loader makes batches
+
+
+def test_a_loader_that_would_make_batches_of_batches_is_refused(shards, stream, oracle):
+    """Before the pass begins; others are not."""
+    StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    shard = shards.of(stream)
+    dataset = shard.to_torch_dataset()
+    spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    for kind in (DataLoader, StatefulDataLoader):
+        for options in ({}, {"batch_size": 24}, {"batch_size": 24, "collate_fn": len}, spawned):
+            loader = kind(dataset, **options)
+            text = rf"got batch_size={options.get('batch_size', 1)} .*DataLoader\(dataset, batch_size=None\).*rows=True"
+            with pytest.raises(ConfigError, match=text):
+                next(iter(loader))
+    assert shard.state_dict()["epoch"] == shard.state_dict()["samples_consumed_per_split"] == 0
+
+    class Flat(IterableDataset):
+        """A dataset of the user's own, which makes rows of the batches."""
+
+        def __iter__(self):
+            for batch in dataset:
+                yield from batch["id"]
+
+    expected = [step.tolist() for step in oracle.epoch(0)]
+    assert [batch.tolist() for batch in DataLoader(Flat(), batch_size=GLOBAL_BATCH)] == expected
+    dataset.set_epoch(0)
+    assert [ids_of(batch) for batch in dataset] == expected
+
+
+def texts(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": [int(row["id"]) for row in rows], "texts": [f"{row['value']}" for row in rows]}
+
+
+def test_a_plain_loader_makes_the_steps_of_rows(shards, stream, oracle):
+    """Without workers, on an uneven rank: values, the position at each step, drop_last, a resume, and a look."""
+    shard = shards.of(stream, 1, 5)
+    size = shard.local_batch_size(GLOBAL_BATCH)
+    dataset = shard.to_torch_dataset(rows=True)
+    expected = {epoch: [of_rank(step, 1, 5) for step in oracle.epoch(epoch)] for epoch in range(4)}
+    loader = DataLoader(dataset, batch_size=size)
+    assert len(loader) == STEPS
+    for number, batch in enumerate(loader):
+        assert ids_of(batch) == expected[0][number]
+        assert (batch["vec"].dtype, batch["vec"].shape[1:]) == (torch.float32, (4,))
+        state = dataset.state_dict()
+        at = (state["epoch"], state["samples_consumed_per_split"])
+        assert at == ((0, CYCLES * (number + 1)) if number < STEPS - 1 else (1, 0))
+        if number == 4:
+            saved = state
+    for number, batch in enumerate(DataLoader(dataset, batch_size=size, drop_last=True, collate_fn=texts)):
+        assert (batch["id"], batch["texts"][0]) == (expected[1][number], str(3 * batch["id"][0] + 1))
+    assert (number, dataset.epoch, dataset.state_dict()["epoch"]) == (STEPS - 2, 2, 2)  # the epoch ended with it
+    dataset.load_state_dict(saved)
+    assert [ids_of(batch) for batch in DataLoader(dataset, batch_size=size)] == expected[0][5:]
+    row = next(iter(DataLoader(dataset, batch_size=None)))
+    assert row["id"] == expected[1][0][0]
+    assert dataset.state_dict()["partial"]["rows"] == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_data_loader_makes_the_steps_of_rows(shards, stream, oracle, monkeypatch, num_workers):
+    if num_workers:
+        monkeypatch.setattr(DataLoader, "_get_iterator", lambda loader: InThisProcess(loader))
+    dataset = shards.of(stream, 1, 2).to_torch_dataset(rows=True)
+    expected = {epoch: [of_rank(step, 1, 2) for step in oracle.epoch(epoch)] for epoch in range(3)}
+    loader = StreamDataLoader(dataset, num_workers=num_workers)  # the size is the stream's
+    for number, batch in enumerate(loader):
+        assert ids_of(batch) == expected[0][number]
+        assert isinstance(batch["vec"], torch.Tensor)
+        if number == 4:
+            break
+    assert (loader.state_dict()["samples_consumed_per_split"], len(loader)) == (5 * CYCLES, STEPS)
+    loader = StreamDataLoader(dataset, batch_size=18, drop_last=True, collate_fn=texts, num_workers=num_workers)
+    found = list(loader)
+    assert [batch["id"] for batch in found] == expected[1][:-1]
+    assert isinstance(found[0]["texts"], list)  # as the function made it
+    assert loader.epoch == dataset.epoch == 2
+
+
+def test_the_workers_of_a_plain_loader_make_the_steps_of_rows(shards, stream, oracle):
+    before = children()
+    shard = shards.of(stream, 1, 2)
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "forkserver"}
+    with pytest.raises(ConfigError, match=r"use StreamDataLoader\(dataset, batch_size=.*rows=True, batch_size="):
+        iter(DataLoader(shard.to_torch_dataset(rows=True), batch_size=18, **options))
+    dataset = shard.to_torch_dataset(rows=True, batch_size=18)
+    for size, text in ((9, "must be that of its dataset, which is 18, got 9"), (None, "must make batches of rows")):
+        with pytest.raises(ConfigError, match=text):
+            iter(DataLoader(dataset, batch_size=size, **options))
+    assert shard.state_dict()["samples_consumed_per_split"] == 0  # nothing is handed out
+    loader = DataLoader(dataset, batch_size=18, collate_fn=texts, **options)
+    assert [batch["id"] for batch in loader] == [of_rank(step, 1, 2) for step in oracle.epoch(0)]
+    with pytest.raises(IterationError, match="plain DataLoader with workers"):
+        dataset.state_dict()
+    del loader
+    no_children_left(before)
+
+
+def test_what_a_loader_of_rows_cannot_serve_is_refused(shards, stream):
+    shard = shards.of(stream)
+    dataset = shard.to_torch_dataset(rows=True)
+    for size in (1, 24, 48):
+        with pytest.raises(ConfigError, match=rf"share of global_batch_size=36, which is 36 rows, got {size}: pass"):
+            iter(DataLoader(dataset, batch_size=size))
+        with pytest.raises(ConfigError, match="which is 36 rows"):
+            StreamDataLoader(dataset, batch_size=size)
+    for options in ({"drop_last": True}, {"collate_fn": len}, {"dtypes": torch.float16}):
+        with pytest.raises(ConfigError, match=f"so {next(iter(options))} must not be given to the dataset"):
+            shard.to_torch_dataset(rows=True, **options)
+    with pytest.raises(ConfigError, match="as the dataset makes them, got shuffle"):
+        StreamDataLoader(dataset, shuffle=True)
+    with pytest.raises(ConfigError, match="collate_fn must be a function of a list of rows"):
+        StreamDataLoader(dataset, collate_fn=3)
+    with pytest.raises(ConfigError, match="which is 36 rows"):
+        shard.to_torch_dataset(rows=True, batch_size=24)
+    assert "rank=0 of 1" in repr(pickle.loads(ray.cloudpickle.dumps(dataset)))
+    assert shard.state_dict()["samples_consumed_per_split"] == 0
+
+
+# ---- forked processes
+
+
+def test_each_entry_is_an_error_at_once_in_a_fork(shards, stream):
+    """Reads, questions to the coordinator, passes that run here; and the copy ends nothing of this process."""
+    shard = shards.of(stream)
+    running = iter(shard.iter_batches())
+    first = ids_of(next(running))
+    loading = iter(StreamDataLoader(shards.of(stream).to_torch_dataset()))
+    next(loading)
+    batches = shard.iter_torch_batches()
+    for use in (
+        lambda: next(running),
+        lambda: next(loading),
+        lambda: next(iter(batches)),
+        lambda: next(iter(shard.iter_rows())),
+        lambda: next(iter(shard.to_torch_dataset())),
+        lambda: next(iter(shard.to_torch_dataset(rows=True))),
+        lambda: next(iter(StreamDataLoader(shard.to_torch_dataset(), num_workers=1))),
+        lambda: list(stream.iter_batches()),
+        lambda: ray.cloudpickle.loads(ray.cloudpickle.dumps(shard)).schema(),
+        shard.materialize,
+        shard.schema,
+        shard.close,
+        stream.shard,
+        stream.stats,
+        stream.progress,
+        stream.close,
+        lambda: stream.streaming_split(2),
+    ):
+        with pytest.raises(ConfigError, match=r'a forked process must not use (Ray|Lance).*get_context\("spawn"\)'):
+            in_fork(use)
+    state = shard.state_dict()
+    assert in_fork(shard.state_dict) == state
+    assert in_fork(lambda: shard.digest() == shard.digest())
+    assert in_fork(lambda: (shard.num_rows, shard.epoch)) == (shard.num_rows, 0)
+    assert [first, *([ids_of(batch) for batch in running])][:2] == [
+        ids_of(stream_step(stream, step)) for step in (0, 1)
+    ]
+
+
+def stream_step(stream: Any, step: int) -> dict[str, Any]:
+    return {"id": stream.row_ids(0, step, column="id")}
+
+
+class OfAUser(IterableDataset):
+    """As users write one around a shard."""
+
+    def __init__(self, shard: Any) -> None:
+        self.shard = shard
+
+    def __iter__(self):
+        for batch in self.shard.iter_torch_batches():
+            yield batch["id"]
+
+
+def test_a_forked_loader_around_a_shard_says_so(shards, stream):
+    shard = shards.of(stream)
+    next(iter(shard.iter_torch_batches()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = DataLoader(OfAUser(shard), batch_size=None, num_workers=1, multiprocessing_context="fork")
+        with pytest.raises(ConfigError, match=r'a forked process must not use Ray.*multiprocessing_context="spawn"'):
+            next(iter(loader))
 
 
 def test_a_stream_and_its_shard_are_asked_alike():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from lancedb.streaming import StreamingDataset
@@ -16,7 +17,9 @@ from ray_lance_stream import (
     merge_state_dicts,
     to_lancedb_state,
 )
+from ray_lance_stream import stream as stream_module
 from ray_lance_stream.lancedb_state import from_lancedb_state, is_lancedb_state
+from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.list_cache import FOLDER_VARIABLE
 from ray_lance_stream.state import PartialCycle, StreamIdentity, StreamState
 from tests.lancedb_support import ids_from, make_lancedb_table, planned_ids, streaming
@@ -165,6 +168,49 @@ def test_a_run_of_streaming_dataset_is_continued(table, world):
         state = from_lancedb_state(merged, stream._plan.identity(1), None)
         assert (state.epoch, state.samples_consumed_per_split) == (1, cycles)
         assert ids_from(streaming(table, merged, **options)) == expected[cycles * S :]
+
+
+def test_an_epoch_that_is_over_goes_over_as_the_start_of_the_next(table, monkeypatch):
+    monkeypatch.setattr(stream_module, "start_coordinator", lambda label, table: None)
+    monkeypatch.setattr(CoordinatorLink, "tell", lambda link, state: None)
+    options = {"num_splits": S, "shuffle_seed": SEED}
+    theirs = streaming(table, epoch=1, **options)
+    ids_from(theirs)
+    shard = lance_stream(table, order="lancedb", resume_from=theirs.state_dict(), **options).shard()
+    state = shard.state_dict()
+    assert (state["epoch"], state["samples_consumed_per_split"]) == (2, 0)
+    back = to_lancedb_state(state)
+    assert (back["epoch"], set(back["samples_consumed_per_split"])) == (2, {0})
+
+
+def test_what_a_streaming_dataset_does_after_an_epoch_and_a_break(table):
+    """As docs/migrating-from-streamingdataset.md says: another `iter()` has the rows that are left, or none."""
+    options = {"num_splits": S, "shuffle_seed": SEED}
+    theirs = streaming(table, epoch=1, **options)
+    rows = iter(theirs)
+    first = [next(rows)["id"] for _ in range(3 * S)]
+    rows.close()
+    assert first + ids_from(theirs) == ids_from(streaming(table, epoch=1, **options))
+    assert ids_from(theirs) == []
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_workers_of_both_loaders_deliver_the_same_rows_by_turns(table, num_workers):
+    """Theirs have the splits divided among them: a turn of them, a batch of each, has the rows of as many steps of ours."""
+    options = {"num_splits": S, "shuffle_seed": SEED}
+    expected = planned_ids(lance_stream(table, order="lancedb", **options), 1)
+    size = 2 * S
+    workers = [
+        ids_from(
+            streaming(table, epoch=1, worker_info_override=SimpleNamespace(id=i, num_workers=num_workers), **options)
+        )
+        for i in range(num_workers)
+    ]
+    for turn in range(len(expected) // (size * num_workers)):
+        theirs = [batch for ids in workers for batch in ids[turn * size : (turn + 1) * size]]
+        ours = expected[turn * size * num_workers : (turn + 1) * size * num_workers]
+        assert sorted(theirs) == sorted(ours)
+        assert (theirs == ours) == (num_workers == 1)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

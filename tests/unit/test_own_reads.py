@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ray.data import DataContext
 from ray.data.collate_fn import ArrowBatchCollateFn, PandasBatchCollateFn
-from torch.utils.data import default_convert
+from torch.utils.data import default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from ray_lance_stream import (
@@ -35,9 +35,11 @@ from ray_lance_stream import (
     feed,
     lance_stream,
     own_read,
+    own_reads,
+    reader,
     watch,
 )
-from ray_lance_stream.columns import TensorCollateFn
+from ray_lance_stream.columns import TensorCollateFn, with_tensor_columns
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.cursor import Position
 from ray_lance_stream.doing import READING, TRANSFORMING
@@ -50,6 +52,7 @@ from ray_lance_stream.row_lists import driver_lists
 from ray_lance_stream.sendable import sendable
 from ray_lance_stream.splits import RankShare
 from ray_lance_stream.torch_dataset import StreamDataset
+from ray_lance_stream.torch_rows import ListCollateFn, rows_of
 from ray_lance_stream.transform import in_one_process
 from tests.support import make_table, scan_ids
 
@@ -186,6 +189,25 @@ def test_chunks_hold_several_batches_within_the_bytes_of_the_rank(path, monkeypa
     spec = spec_of(stream, NUM_SPLITS, prefetch_bytes=1)
     assert len(batches_of(spec, Position(0), 2)) == NUM_ROWS // NUM_SPLITS  # a batch is made in any case
     assert max(held.values()) == pytest.approx(batch_bytes, rel=0.2)
+
+
+def test_a_batch_of_more_bytes_than_one_read_may_hold_is_read_in_parts(path, monkeypatch):
+    """Arrow's strings end at 2 GiB."""
+    sizes = []
+
+    def watched(table, rows, columns):
+        sizes.append(len(rows))
+        return take(table, rows, columns)
+
+    take = reader.take_through_cache
+    monkeypatch.setattr(reader, "take_through_cache", watched)
+    stream = lance_stream(path, num_splits=NUM_SPLITS)
+    spec = spec_of(stream, 240)
+    monkeypatch.setattr(own_reads, "BYTES_AT_ONCE", 100 * spec.plan.row_bytes)
+    found = batches_of(spec, Position(0), 2)
+    assert [batch["id"].tolist() for batch in found] == expected(stream, spec, Position(0))
+    assert sorted(sizes) == sorted([100, 100, 40] * 2)
+    assert found[0]["vec"].shape == (240, 4)
 
 
 def test_each_chunk_is_told_with_its_first_batch(path):
@@ -341,6 +363,52 @@ def test_a_stream_data_loader_is_told_what_came_and_what_failed(path, as_worker)
     assert isinstance(error, TransformError)
     assert isinstance(error.__cause__, ValueError)
     assert "in halve" in str(error.__cause__.__cause__)
+
+
+def test_workers_make_the_rows_of_their_batches(path, as_worker):
+    """In turns of batches, as a plain DataLoader takes them."""
+    stream = lance_stream(path, num_splits=NUM_SPLITS)
+    spec = spec_of(stream, 36, collate_fn=ListCollateFn())
+    made = Feed(spec, Position(0), told=False, once=True)
+    found = []
+    for worker in range(3):
+        as_worker(worker, 3)
+        ids = [row["id"] for row in copy(made).rows()]
+        found.append([ids[at : at + 36] for at in range(0, len(ids), 36)])
+    assert list(in_order(found)) == expected(stream, spec, Position(0))
+
+
+def test_the_values_of_rows():
+    """numpy's scalars and arrays, which keep the type of the column, and Python's values; null is None in each row."""
+    long = 2**60 + 1
+    columns = {
+        "int": pa.array([1, None, long]),
+        "half": pa.array([1, 2, None], pa.float32()),
+        "flag": pa.array([True, None, False]),
+        "when": pa.array([None, 1, 2], pa.timestamp("us")),
+        "text": pa.array(["a", None, "c"]),
+        "list": pa.array([[1, 2], [3], []], pa.list_(pa.int16())),
+        "vec": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float32(), 2)),
+    }
+    table = with_tensor_columns(pa.table(columns))
+    rows = list(rows_of(table))
+    assert [row["int"] for row in rows] == [1, None, long]
+    assert [type(rows[at]["int"]) for at in (0, 2)] == [np.int64, np.int64]
+    assert [row["half"] for row in rows] == [1, 2, None]
+    assert isinstance(rows[0]["half"], np.float32)
+    assert [row["flag"] for row in rows] == [True, None, False]
+    assert [row["when"] for row in rows] == [None, np.datetime64(1, "us"), np.datetime64(2, "us")]
+    assert [row["text"] for row in rows] == ["a", None, "c"]
+    assert [row["list"].tolist() for row in rows] == [[1, 2], [3], []]
+    assert [row["vec"].tolist() for row in rows] == [[1, 2], [3, 4], [5, 6]]
+    for row in rows:
+        row["vec"] += 1  # memory of its own
+        row["list"] += 1
+    again = list(rows_of(pa.concat_tables([with_tensor_columns(pa.table(columns))] * 200)))
+    assert len(again) == 600
+    assert again[598]["vec"].tolist() == [3, 4]
+    whole = default_collate([{"id": row["vec"], "half": row["half"]} for row in again[:2]])
+    assert (whole["id"].dtype, whole["half"].dtype) == (torch.float32, torch.float32)
 
 
 def test_what_comes_with_a_batch_is_left_alone_by_torch():

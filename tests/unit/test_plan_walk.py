@@ -213,17 +213,29 @@ def test_cursor_after_a_break_goes_to_the_next_epoch_but_keeps_its_state():
     assert cursor.next_start == Position(4)
 
 
-def test_cursor_after_a_pass_that_could_not_start_is_where_the_pass_would_have_begun():
+def test_cursor_after_a_pass_that_delivered_no_row_is_where_the_pass_began():
+    """Whatever ended it: workers that did not start, a read that failed, another `iter()` before the first batch."""
     grid, block = SplitGrid(96, 48), SplitBlock(0, 48)
     cursor = Cursor(Position(4, 1), "old")
     cursor.begin(EpochWalk(grid, block, Position(4, 1)), "new")
-    cursor.take_back()
-    assert (cursor.where, cursor.live, cursor.next_start) == ((Position(4, 1), "old"), False, Position(4, 1))
-    cursor.begin(EpochWalk(grid, block, Position(4, 1)))
+    assert (cursor.live, cursor.next_start) == (True, Position(4, 1))
     cursor.leave()
+    assert (cursor.where, cursor.live, cursor.next_start) == ((Position(4, 1), "old"), False, Position(4, 1))
+    cursor.set_epoch(4)
+    assert cursor.next_start == Position(4, 1)  # a place like any that is open
+    cursor.begin(EpochWalk(grid, block, Position(4, 1)), "new")
+    cursor.received(1)
+    cursor.leave()
+    assert (cursor.where, cursor.next_start) == ((Position(4, 1, 1), "new"), Position(5))
     cursor.begin(EpochWalk(grid, block, Position(5)))
-    cursor.take_back()
+    cursor.leave()
     assert cursor.next_start == Position(5)
+    cursor.load(Position(4, 2))
+    nothing = EpochWalk(grid, block, Position(4, 2))
+    assert nothing.num_rows == 0
+    cursor.begin(nothing)
+    cursor.leave()
+    assert cursor.next_start == Position(5)  # it has ended, and has no row to wait for
 
 
 def test_cursor_set_epoch_keeps_a_resumed_position():

@@ -127,7 +127,7 @@ class Rank:
 
     @property
     def next_start(self) -> Place:
-        return self.place if self.phase == "open" else (self.place[0] + 1, 0, 0)
+        return self.place if self.phase == "open" or not self.got else (self.place[0] + 1, 0, 0)
 
     def begin(self, batch_size: int | None, drop_last: bool) -> None:
         self.start = self.place = self.next_start
@@ -149,7 +149,7 @@ class Rank:
 
     def leave(self) -> None:
         if self.phase == "live":
-            self.phase = "left" if self.rows else "open"
+            self.phase = "left" if self.got else "open"
 
     def set_epoch(self, epoch: int) -> None:
         if self.phase != "open" or self.place[0] != epoch:
