@@ -58,13 +58,14 @@ class Inspectable:
             epoch: from 0.
             step: from 0, counted from the start of the epoch, skipped steps included.
             column: read this column and return its values instead of row offsets.
-            global_batch_size: G, where the stream was made without one.
+            global_batch_size: G, where it is not the stream's; of a stream without one the default is
+                `plan.default_global_batch_size`.
 
         Returns:
             int64 [G] row offsets in the pinned table version, or the G values of `column`; in the order of one worker.
 
         Raises:
-            ConfigError: no such step or column, or no global batch size.
+            ConfigError: no such step or column, no such global batch size, or a stream without num_splits.
         """
         at_least("epoch", epoch, 0)
         rows = explain.step_rows(
@@ -75,14 +76,15 @@ class Inspectable:
     def step_digest(self, epoch: int, step: int, *, global_batch_size: int | None = None) -> int:
         """A number in [0, 2**64) for the rows of one global step.
 
-        Digests add up modulo 2**64: over the steps of a pass and over the ranks, `shard.digest()` gives the same sum.
+        Digests add up modulo 2**64: over the steps of a pass and over the ranks, `shard.digest()` gives the same sum. Cycles
+        that the stream skips do not count, also where they are a part of the step. Arguments as of `row_ids`.
 
         Raises:
-            ConfigError: no such step, or no global batch size.
+            ConfigError: no such step or global batch size, or a stream without num_splits.
         """
         at_least("epoch", epoch, 0)
         cycles = explain.step_cycles(self._plan, self._config, step, global_batch_size)
-        return explain.step_digest(self._plan, self._config, epoch, cycles)
+        return explain.step_digest(self._plan, self._config_at_start, epoch, cycles)
 
     def skip(self, epoch: int, steps: range, *, global_batch_size: int | None = None) -> Self:
         """A stream that leaves out some global steps of an epoch, the same on every rank; the state records them.
@@ -90,10 +92,10 @@ class Inspectable:
         Args:
             epoch: from 0.
             steps: steps counted from the start of the epoch.
-            global_batch_size: G, where the stream was made without one.
+            global_batch_size: as of `row_ids`.
 
         Raises:
-            ConfigError: no such steps, or no global batch size.
+            ConfigError: no such steps or global batch size, or a stream without num_splits.
         """
         entries = explain.skip_entries(self._plan, self._config, epoch, steps, global_batch_size)
         return self._with(self._config.with_skipped(entries))
@@ -114,9 +116,7 @@ class Inspectable:
             ConfigError: an epoch or a global batch size that cannot be served, or a transform that asks for more than a CPU.
             VersionNotFoundError: the pinned version is gone.
         """
-        saved = self._config.resume_state(self.name or "")
-        config = self._config.with_skipped(saved.skipped) if saved else self._config
-        return epoch_dataset(self._plan, config, epoch, global_batch_size)
+        return epoch_dataset(self._plan, self._config_at_start, epoch, global_batch_size)
 
     def state_dict(self, run: str | None = None) -> dict[str, Any]:
         """Where a run is: the position of its slowest rank, as last told (ranks tell about once a second).
@@ -171,6 +171,12 @@ class Inspectable:
         total = sum(tallies, Tally()).to_text(sum(tally.rows_per_s for tally in tallies))
         waits = ", ".join(f"{rank}: {told.tally.wait_share:.1%}" for rank, told in ranks.items())
         return f"Ranks: {len(ranks)}\n{total}* Waiting by rank: {waits}\n"
+
+    @property
+    def _config_at_start(self) -> StreamConfig:
+        """The config with what the state of `resume_from` skips."""
+        saved = self._config.resume_state(self.name or "")
+        return self._config.with_skipped(saved.skipped) if saved else self._config
 
     def _local_of(self, run: str | None) -> StreamShard | None:
         """The shard of this process, where it is what is asked for: this is local mode, or no Ray Train run is told of."""

@@ -62,6 +62,7 @@ class StreamShard(StreamSizedIterator, Resumable):
     ) -> None:
         self.name = name
         self.world_rank = rank
+        self._is_elastic = plan.num_splits is not None
         self._plan = plan.with_splits(attempt.world_size // config.replicas)
         self._config = with_chunks_for_stages(config, attempt.world_size)
         self._coordinator = coordinator
@@ -82,7 +83,14 @@ class StreamShard(StreamSizedIterator, Resumable):
         self._position = StreamPosition(self.name, self._plan, self._config, world // self._config.replicas, self._link)
         lists = self._position.lists
         self._supply = ChunkSupply(self._config, self.name, self.world_rank, world, self._link, self._meter, lists)
-        self._batch_rule = BatchSizeRule(self._share, self._config.global_batch_size)
+        is_first = self.world_rank == 0  # ranks would say the same, and so would the attempts of a run
+        self._batch_rule = BatchSizeRule(
+            self._share,
+            self._config.global_batch_size,
+            is_elastic=self._is_elastic,
+            says=is_first,
+            says_default=is_first and train.attempt_checkpoint() is None,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in RUNTIME}
@@ -141,7 +149,7 @@ class StreamShard(StreamSizedIterator, Resumable):
     def num_batches(self, batch_size: int | None = None, drop_last: bool = False) -> int:
         """Batches that the next pass delivers: those left of an open epoch after a resume, else those of an epoch."""
         cursor = self._restore()
-        size = self._batch_rule.resolve(batch_size if batch_size is not None else BATCH_SIZE_OF_STREAM)
+        size = self._batch_size_of_next(BATCH_SIZE_OF_STREAM if batch_size is None else batch_size)
         plan = self._position.plan_from(cursor.next_start)  # not that of the running pass
         return self._walk(cursor.next_start, plan, size, drop_last).num_batches
 
@@ -156,8 +164,7 @@ class StreamShard(StreamSizedIterator, Resumable):
         refuse_local_shuffle(kwargs)
 
         def make_iterator() -> Any:
-            size = self._batch_rule.resolve(batch_size)
-            return self._new_pass(size, drop_last).batches(**kwargs)
+            return self._new_pass(self._batch_size_of_next(batch_size), drop_last).batches(**kwargs)
 
         return as_iterable(make_iterator)
 
@@ -165,6 +172,11 @@ class StreamShard(StreamSizedIterator, Resumable):
         """For `materialize()`: one pass as blocks."""
         new_pass = self._new_pass(None, drop_last=False)
         return new_pass.bundles(), self._stats, None
+
+    def _batch_size_of_next(self, batch_size: Any) -> int:
+        if batch_size is not BATCH_SIZE_OF_STREAM and batch_size is not None:
+            return self._batch_rule.resolve(batch_size)
+        return self._batch_rule.resolve(batch_size, self._position.plan_from(self._restore().next_start).grid)
 
     def _new_pass(self, batch_size: int | None, drop_last: bool) -> EpochPass:
         """A pass that begins when its first item is asked for."""

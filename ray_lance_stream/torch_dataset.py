@@ -61,7 +61,8 @@ class StreamDataset(IterableDataset[Any]):
         if collate_fn is not None and dtypes is not None:
             raise ConfigError("dtypes must not be given with a collate_fn: convert to them in it")
         self._shard: StreamShard | None = shard
-        self._batch_size: int = shard._batch_rule.resolve(batch_size)
+        shard._batch_rule.resolve(batch_size)  # refuses one that cannot be served
+        self._asked_batch_size = batch_size
         self._drop_last = drop_last
         self._collate_fn: CollateFn[Any] = TensorCollateFn(dtypes) if collate_fn is None else collate_fn
         if not isinstance(self._collate_fn, CollateFn):
@@ -77,7 +78,14 @@ class StreamDataset(IterableDataset[Any]):
         return {"_shard": None, "_feed": self._given or self._feed_of_plain_loader()}
 
     def __repr__(self) -> str:
-        return f"StreamDataset({self._shard!r}, batch_size={self._batch_size})" if self._shard else "StreamDataset()"
+        return (
+            f"StreamDataset({self._shard!r}, batch_size={self._asked_batch_size})" if self._shard else "StreamDataset()"
+        )
+
+    @property
+    def _batch_size(self) -> int:
+        """Rows per batch of the next pass."""
+        return self.shard._batch_size_of_next(self._asked_batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         if self._shard is None:
@@ -86,7 +94,7 @@ class StreamDataset(IterableDataset[Any]):
         if get_worker_info() is not None:
             raise ConfigError(FORKED)
         batches = self._shard.iter_torch_batches(
-            batch_size=self._batch_size,
+            batch_size=self._asked_batch_size,
             drop_last=self._drop_last,
             collate_fn=self._collate_fn,
             prefetch_batches=self._prefetch_batches,
