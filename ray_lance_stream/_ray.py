@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray
+from ray._private import worker as ray_worker
 from ray._private.state import actors
 from ray.data._internal.arrow_ops.transform_pyarrow import concat
 from ray.data._internal.block_batching.interfaces import Batch, BlockStageTimings, FinalizedBatch, ResolvedBlock
@@ -46,8 +47,11 @@ __all__ = [
     "concat_tables",
     "from_batch",
     "in_train_worker",
+    "is_ray_worker",
     "local_mode_name",
+    "owns_cluster",
     "ref_bundle",
+    "train_rank",
     "unpinned",
     "where_is",
 ]
@@ -246,6 +250,22 @@ def local_mode_name(stream: Any) -> str | None:
     run = local_run()
     datasets = (run._dataset_shards or {}) if run is not None else {}
     return next((name for name, dataset in datasets.items() if dataset is stream), None)
+
+
+def train_rank() -> int | None:
+    """The rank of this worker of Ray Train; None in local mode."""
+    return None if local_run() is not None else int(get_train_context().get_world_rank())
+
+
+def is_ray_worker() -> bool:
+    """Whether Ray has started this process, for a task or an actor."""
+    return bool(ray.is_initialized() and ray_worker.global_worker.mode == ray_worker.WORKER_MODE)
+
+
+def owns_cluster() -> bool:
+    """Whether this process has started the cluster that it is connected to."""
+    node = ray_worker._global_node
+    return bool(ray.is_initialized() and node is not None and node.is_head())
 
 
 def where_is(actor: ray.actor.ActorHandle) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +20,8 @@ from ray_lance_stream.meter import Tally
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.summary import PlanSummary, summarize
 
+logger = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -33,6 +36,7 @@ class Inspectable:
     _config: StreamConfig
     _coordinator: ray.actor.ActorHandle | None
     _local: StreamShard | None
+    _is_missing_said = False
 
     @abstractmethod
     def _with(self, config: StreamConfig) -> Self: ...
@@ -135,6 +139,7 @@ class Inspectable:
             return local.state_dict()
         ranks = self._snapshot(run)
         if ranks:
+            self._say_of_missing(ranks)
             return min(
                 (p.state for p in ranks.values()), key=lambda s: (s.epoch, s.samples_consumed_per_split)
             ).to_dict()
@@ -167,6 +172,7 @@ class Inspectable:
         if local is not None:
             return local.stats()
         ranks = self._snapshot(run)
+        self._say_of_missing(ranks)
         tallies = [told.tally for told in ranks.values()]
         total = sum(tallies, Tally()).to_text(sum(tally.rows_per_s for tally in tallies))
         waits = ", ".join(f"{rank}: {told.tally.wait_share:.1%}" for rank, told in ranks.items())
@@ -183,6 +189,19 @@ class Inspectable:
         if run is not None or self._local is None:
             return None
         return self._local if local_run() is not None or not any(self._told(None)[0]) else None
+
+    def _say_of_missing(self, ranks: dict[int, RankProgress]) -> None:
+        """Warn, once, where the coordinator has not heard of all ranks."""
+        world_size = max((told.world_size for told in ranks.values()), default=0)
+        if len(ranks) < world_size and not self._is_missing_said:
+            self._is_missing_said = True
+            logger.warning(
+                "stream %r: of %d ranks only %s have told their position to the stream's coordinator so far, and what is "
+                "shown is of these; shard.state_dict() of a rank is its own position",
+                self.name,
+                world_size,
+                ", ".join(map(str, ranks)),
+            )
 
     def _told(self, run: str | None) -> tuple[list[str], dict[int, RankProgress]]:
         assert self._coordinator is not None

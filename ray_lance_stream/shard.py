@@ -19,6 +19,7 @@ from ray_lance_stream.epoch_pass import EpochPass
 from ray_lance_stream.line import with_chunks_for_stages
 from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.meter import Meter
+from ray_lance_stream.other_loaders import NoLoader, no_such_name
 from ray_lance_stream.restore import StreamPosition
 from ray_lance_stream.resumable import Resumable
 from ray_lance_stream.source import projected_schema
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 RUNTIME = ("_position", "_pass", "_stats", "_link", "_supply", "_batch_rule", "_meter")
 
 
-class StreamShard(StreamSizedIterator, Resumable):
+class StreamShard(NoLoader, StreamSizedIterator, Resumable):
     """One rank's share of a LanceStream.
 
     Each `iter()` of what an `iter_*` call returns is one epoch: the first after a resume finishes the open epoch, the
@@ -106,6 +107,13 @@ class StreamShard(StreamSizedIterator, Resumable):
             f"StreamShard(name={self.name!r}, rank={self.world_rank} of {self._attempt.world_size}, "
             f"splits=[{self.split_block[0]}, {self.split_block[1]}) of {self._share.grid.num_splits})"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        from ray_lance_stream.stream import LanceStream  # which imports this module
+
+        if hasattr(StreamShard, name):
+            return object.__getattribute__(self, name)  # a property that has failed with an AttributeError of its own
+        raise no_such_name(StreamShard, name, dir(StreamShard), of_stream=dir(LanceStream))
 
     # ---- what this shard delivers
 

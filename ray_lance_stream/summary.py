@@ -215,8 +215,8 @@ def _steps(plan: PlanSummary) -> str:
     short = plan.cycles_per_epoch % plan.cycles_per_step  # type: ignore[operator]
     return (
         f"{steps:,} an epoch, of {size:,} rows, {plan.cycles_per_step:,} cycles"
-        + (f"; the last one of {short:,} cycles" if short else "")
         + ("" if plan.global_batch_size else ", where no batch size is given")
+        + (f"; the last one of {short:,} cycles" if short else "")
         + f"; global_batch_size can be any multiple of {plan.num_splits:,}"
     )
 
