@@ -126,8 +126,8 @@ def lance_stream(
         raise ConfigError(f"num_splits must be an int >= 1 or None, got {num_splits!r}")
     if shuffle_seed is None:
         raise ConfigError(
-            "shuffle_seed must be an int, got None: a seed drawn for each run could not be resumed; draw one, pass it and keep "
-            "it, or pass shuffle=False for the order of the table"
+            "shuffle_seed must be an int, got None: an order that each run draws for itself could not be resumed; draw a seed, "
+            "keep it and pass int(seed), or pass shuffle=False for the order of the table"
         )
     if not isinstance(drop_remainder, bool):
         raise ConfigError(f"drop_remainder must be True or False, got {drop_remainder!r}; pass a bool")

@@ -52,7 +52,7 @@ def warn_of_ranks(name: str | None, rank: int, world_size: int, evaluation: bool
         )
     if owns_cluster():
         logger.warning(
-            "stream %r: rank 0 of %d that a launcher such as torchrun has started has a Ray cluster of its own, and so has each "
+            "stream %r: rank 0 of %d that a launcher such as torchrun started has a Ray cluster of its own, and so has each "
             "other rank that connects to none: each cluster takes half a minute to start, and processes and memory of its own; "
             'run `ray start --head` before, and call ray.init(address="auto") on each rank before it makes its stream, or have '
             "Ray Train start the ranks: TorchTrainer(loop, datasets=...)",

@@ -104,12 +104,12 @@ _OF_TABLE = "ask the table itself; stream.plan says which version is read"
 
 METHODS = _by_name(
     {
-        "count count_rows num_samples size length": _SIZES,
+        "count count_rows num_samples size length shape": _SIZES,
         "take show take_all take_batch head peek sample first get_sample take_offsets with_take": _LOOK,
         "limit": f"{_PART}, where fewer rows are wanted; {_LOOK}",
         "map flat_map with_transform add_column with_column with_columns rename_column rename_columns apply": _MAP,
         "filter where": _FILTER,
-        "select select_columns remove_columns drop_columns columns column_names num_columns": _COLUMNS,
+        "select select_columns remove_columns drop_columns columns column_names num_columns flatten": _COLUMNS,
         "split split_at_indices split_proportionately train_test_split streaming_train_test_split random_split": _SPLIT,
         "shuffle random_shuffle randomize_block_order sort order_by": _SHUFFLE,
         "batch with_batch_size unbatch rebatch batch_size": _BATCHES,
