@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -113,7 +113,7 @@ def test_replicas_have_equal_batches_of_the_default(path, steps):
     shards = lance_stream(path, num_splits=S, replicas=2).streaming_split(6)
     batches = [[np.asarray(batch["id"]).tolist() for batch in shard.iter_batches()] for shard in shards]
     assert [batches[0], batches[2], batches[4]] == [batches[1], batches[3], batches[5]]
-    assert [sorted(sum(parts, [])) for parts in zip(*batches[::2], strict=True)] == steps
+    assert [sorted(chain(*parts)) for parts in zip(*batches[::2], strict=True)] == steps
 
 
 def test_a_table_of_few_rows_has_one_step(path):

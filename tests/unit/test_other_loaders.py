@@ -189,7 +189,7 @@ def test_what_libraries_ask_of_an_object_works(objects: list[Any]) -> None:
         assert repr(it).startswith(type(it).__name__)
         assert repr(copy.copy(it)) == repr(it)
         assert it in [it]
-        with pytest.raises(AttributeError, match="has no attribute '_repr_html_'$"):
+        with pytest.raises(AttributeError, match=r"has no attribute '_repr_html_'$"):
             _ = it._repr_html_
         assert type(pickle.loads(pickle.dumps(it))) is type(it)
 
