@@ -29,11 +29,11 @@ def is_first_rank() -> bool:
     return rank == 0
 
 
-def warn_of_ranks(name: str | None, rank: int, world_size: int, evaluation: bool) -> None:
+def warn_of_ranks(name: str, rank: int, world_size: int, evaluation: bool) -> None:
     """Warn, on the first rank, where ranks do not share a stream as their launcher has them share the work.
 
     Args:
-        name: of the stream.
+        name: of the stream, or its table.
         rank: of the shard that was made.
         world_size: and how many there are.
         evaluation: whether every rank may read the whole stream.

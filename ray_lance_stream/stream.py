@@ -163,7 +163,7 @@ class LanceStream(NoLoader, Transformable, Inspectable):
         data, world = data_rank(world_size, rank, self._config.replicas)
         split_block(self._plan.with_splits(world).grid.num_splits, world, data)
         shard = self._shard(Attempt(uuid.uuid4().hex, "", world_size, group=self._group), rank)
-        warn_of_ranks(self.name, rank, world_size, self._config.evaluation)
+        warn_of_ranks(self.name or self._plan.table.identity, rank, world_size, self._config.evaluation)
         return shard
 
     def close(self) -> None:
