@@ -10,7 +10,7 @@ OLDEST ?= .venv-oldest
 
 # Test modules run side by side in so many processes, each with its own Ray cluster.
 TEST_PROCESSES ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-slow test-all faults check docs oldest bench clean
 
