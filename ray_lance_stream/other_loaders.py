@@ -105,7 +105,7 @@ _OF_TABLE = "ask the table itself; stream.plan says which version is read"
 METHODS = _by_name(
     {
         "count count_rows num_samples size length shape": _SIZES,
-        "take show take_all take_batch head peek sample first get_sample take_offsets with_take": _LOOK,
+        "take show take_all take_batch head sample first get_sample take_offsets with_take": _LOOK,
         "limit": f"{_PART}, where fewer rows are wanted; {_LOOK}",
         "map flat_map with_transform add_column with_column with_columns rename_column rename_columns apply": _MAP,
         "filter where": _FILTER,
@@ -119,7 +119,7 @@ METHODS = _by_name(
         "with_skip": "stream.skip(epoch, steps) leaves out steps",
         "with_format set_format to_numpy": "iter_batches(batch_format=...) and iter_torch_batches() have formats",
         "bytes_loaded fetch_time transform_time unscanned_rows rows_skipped consumed_rows": _FIGURES,
-        "prefetch_queue_depth raw_queue_depth metrics": _FIGURES,
+        "prefetch_queue_depth raw_queue_depth": _FIGURES,
         "merge_state_dicts": "ray_lance_stream.merge_state_dicts(states) merges states",
         "with_connection_factory storage_options": f"{_IN_FACTORY} as storage_options=",
         "num_splits shuffle_seed global_batch_size version uri table_version replicas": "stream.plan has it",
