@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray
+from ray._private import worker as ray_worker
 from ray._private.state import actors
 from ray.data import DataContext
 from ray.data._internal.arrow_ops.transform_pyarrow import concat
@@ -50,11 +51,14 @@ __all__ = [
     "concat_tables",
     "from_batch",
     "in_train_worker",
+    "is_ray_worker",
     "local_mode_name",
     "local_run",
+    "owns_cluster",
     "persist",
     "ref_bundle",
     "take_rows",
+    "train_rank",
     "unpinned",
     "where_is",
     "within_context",
@@ -338,6 +342,22 @@ def change_reports(change: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
 def persist(checkpoint: Checkpoint, directory_name: str) -> Checkpoint:
     """Copy a checkpoint into the storage of this attempt's run, as Ray does without a `checkpoint_upload_fn`."""
     return get_train_context().get_storage().persist_current_checkpoint(checkpoint, directory_name)
+
+
+def train_rank() -> int | None:
+    """The rank of this worker of Ray Train; None in local mode."""
+    return None if local_run() is not None else int(get_train_context().get_world_rank())
+
+
+def is_ray_worker() -> bool:
+    """Whether Ray has started this process, for a task or an actor."""
+    return bool(ray.is_initialized() and ray_worker.global_worker.mode == ray_worker.WORKER_MODE)
+
+
+def owns_cluster() -> bool:
+    """Whether this process has started the cluster that it is connected to."""
+    node = ray_worker._global_node
+    return bool(ray.is_initialized() and node is not None and node.is_head())
 
 
 def where_is(actor: ray.actor.ActorHandle) -> str:

@@ -62,20 +62,27 @@ class Attempt:
         run: name of the Ray Train run; "" outside of Ray Train.
         world_size: W.
         split_for_train: whether Ray Train split the stream over a whole worker group.
+        group: shards that a stream makes one by one are attempts of their own; those of one group are shown as one.
     """
 
     attempt_id: str
     run: str
     world_size: int
     split_for_train: bool = False
+    group: str = ""
+
+    def is_beside(self, other: Attempt) -> bool:
+        """Whether shards of both are ranks of one world."""
+        return (self.group, self.world_size) == (other.group, other.world_size)
 
 
 @dataclass(frozen=True)
 class RankProgress:
-    """What one rank last told: its state, and what it has counted in this attempt."""
+    """What one rank last told: its state, what it has counted in this attempt, and of how many ranks it is one."""
 
     state: StreamState
     tally: Tally
+    world_size: int = 1
 
 
 @dataclass
@@ -113,9 +120,14 @@ class AttemptBook:
         return [name for name in names if name] or names
 
     def snapshot(self, run: str) -> dict[int, RankProgress]:
-        """The ranks of the newest attempt of a run that reported a position."""
+        """The ranks of the newest attempt of a run that reported a position, with those of its group."""
         records = [r for r in self._records.values() if r.attempt.run == run and r.ranks]
-        return dict(sorted(records[-1].ranks.items())) if records else {}
+        if not records:
+            return {}
+        newest = records[-1].attempt
+        shown = [r for r in records if newest.group and r.attempt.is_beside(newest)] or records[-1:]
+        told = {rank: told for record in shown for rank, told in record.ranks.items()}
+        return {rank: told[rank] for rank in sorted(told)}
 
     def _of(self, attempt: Attempt) -> _Record:
         record = self._records.get(attempt.attempt_id)

@@ -23,7 +23,9 @@ from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError
 from ray_lance_stream.forked import use_lance
 from ray_lance_stream.lancedb_order import check_lancedb_order
 from ray_lance_stream.lancedb_state import from_lancedb_state, is_lancedb_state
+from ray_lance_stream.launcher import is_first_rank
 from ray_lance_stream.order import FEISTEL_1, Order
+from ray_lance_stream.other_loaders import refuses_other_arguments
 from ray_lance_stream.permutation import with_permutation
 from ray_lance_stream.planner import PlanBook, plan_table
 from ray_lance_stream.recorded import recorded_plan
@@ -36,6 +38,7 @@ from ray_lance_stream.stream import LanceStream
 logger = logging.getLogger(__name__)
 
 
+@refuses_other_arguments
 def lance_stream(
     table: Any,
     *,
@@ -124,6 +127,11 @@ def lance_stream(
         raise ConfigError(f"filter must be SQL text, got {filter!r}; pass None for all rows")
     if num_splits is not None and (isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 1):
         raise ConfigError(f"num_splits must be an int >= 1 or None, got {num_splits!r}")
+    if shuffle_seed is None:
+        raise ConfigError(
+            "shuffle_seed must be an int, got None: an order that each run draws for itself could not be resumed; draw a seed, "
+            "keep it and pass int(seed), or pass shuffle=False for the order of the table"
+        )
     if not isinstance(drop_remainder, bool):
         raise ConfigError(f"drop_remainder must be True or False, got {drop_remainder!r}; pass a bool")
     config = StreamConfig(
@@ -168,13 +176,15 @@ def lance_stream(
     stream = LanceStream(plan, config)
     if global_batch_size is not None and plan.num_splits is not None:
         stream._plan.grid.cycles_per_step(global_batch_size)
-    _tell_of_remainder(stream._plan)
+    _tell_of_plan(plan, config)
     return stream
 
 
-def _tell_of_remainder(plan: ReadPlan) -> None:
-    """Warn of rows that an epoch leaves out, or that only some ranks have."""
+def _tell_of_plan(plan: ReadPlan, config: StreamConfig) -> None:
+    """Say what the user may not expect: rows that an epoch leaves out, or that only some ranks have, and the default steps."""
     order, grid = plan.order, plan.grid
+    if not is_first_rank():
+        return
     if grid.num_left_out:
         logger.warning(
             "%d of %d rows are left out of each epoch (num_splits=%d does not divide them)%s%s",
@@ -190,6 +200,11 @@ def _tell_of_remainder(plan: ReadPlan) -> None:
             "and by a batch; do collective operations after the loop",
             grid.remainder,
             order.num_rows,
+        )
+    if config.global_batch_size is None and plan.num_splits is not None:
+        logger.info(
+            "no global_batch_size is given: calls without a batch size have global steps of %d rows, on any number of workers",
+            grid.default_global_batch_size,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +21,8 @@ from ray_lance_stream.meter import Tally, metrics_text
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.summary import PlanSummary, summarize
 
+logger = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -34,6 +37,7 @@ class Inspectable:
     _config: StreamConfig
     _coordinator: ray.actor.ActorHandle | None
     _local: StreamShard | None
+    _is_missing_said = False
 
     @abstractmethod
     def _with(self, config: StreamConfig) -> Self: ...
@@ -59,13 +63,14 @@ class Inspectable:
             epoch: from 0.
             step: from 0, counted from the start of the epoch, skipped steps included.
             column: read this column and return its values instead of row offsets.
-            global_batch_size: G, where the stream was made without one.
+            global_batch_size: G, where it is not the stream's; of a stream without one the default is
+                `plan.default_global_batch_size`.
 
         Returns:
             int64 [G] row offsets in the pinned table version, or the G values of `column`; in the order of one worker.
 
         Raises:
-            ConfigError: no such step or column, or no global batch size.
+            ConfigError: no such step or column, no such global batch size, or a stream without num_splits.
         """
         at_least("epoch", epoch, 0)
         rows = explain.step_rows(
@@ -76,14 +81,15 @@ class Inspectable:
     def step_digest(self, epoch: int, step: int, *, global_batch_size: int | None = None) -> int:
         """A number in [0, 2**64) for the rows of one global step.
 
-        Digests add up modulo 2**64: over the steps of a pass and over the ranks, `shard.digest()` gives the same sum.
+        Digests add up modulo 2**64: over the steps of a pass and over the ranks, `shard.digest()` gives the same sum. Cycles
+        that the stream skips do not count, also where they are a part of the step. Arguments as of `row_ids`.
 
         Raises:
-            ConfigError: no such step, or no global batch size.
+            ConfigError: no such step or global batch size, or a stream without num_splits.
         """
         at_least("epoch", epoch, 0)
         cycles = explain.step_cycles(self._plan, self._config, step, global_batch_size)
-        return explain.step_digest(self._plan, self._config, epoch, cycles)
+        return explain.step_digest(self._plan, self._config_at_start, epoch, cycles)
 
     def skip(self, epoch: int, steps: range, *, global_batch_size: int | None = None) -> Self:
         """A stream that leaves out some global steps of an epoch, the same on every rank; the state records them.
@@ -91,10 +97,10 @@ class Inspectable:
         Args:
             epoch: from 0.
             steps: steps counted from the start of the epoch.
-            global_batch_size: G, where the stream was made without one.
+            global_batch_size: as of `row_ids`.
 
         Raises:
-            ConfigError: no such steps, or no global batch size.
+            ConfigError: no such steps or global batch size, or a stream without num_splits.
         """
         entries = explain.skip_entries(self._plan, self._config, epoch, steps, global_batch_size)
         return self._with(self._config.with_skipped(entries))
@@ -115,9 +121,7 @@ class Inspectable:
             ConfigError: an epoch or a global batch size that cannot be served, or a transform that asks for more than a CPU.
             VersionNotFoundError: the pinned version is gone.
         """
-        saved = self._config.resume_state(self.name or "")
-        config = self._config.with_skipped(saved.skipped) if saved else self._config
-        return epoch_dataset(self._plan, config, epoch, global_batch_size)
+        return epoch_dataset(self._plan, self._config_at_start, epoch, global_batch_size)
 
     def state_dict(self, run: str | None = None) -> dict[str, Any]:
         """Where a run is: the position of its slowest rank, as last told (ranks tell about once a second).
@@ -136,6 +140,7 @@ class Inspectable:
             return local.state_dict()
         ranks = self._snapshot(run)
         if ranks:
+            self._say_of_missing(ranks)
             return min(
                 (p.state for p in ranks.values()), key=lambda s: (s.epoch, s.samples_consumed_per_split)
             ).to_dict()
@@ -172,7 +177,9 @@ class Inspectable:
         if local is not None:
             tallies = {local.world_rank: local._meter.tally()}
         else:
-            tallies = {rank: told.tally for rank, told in sorted(self._snapshot(run).items())}
+            ranks = self._snapshot(run)
+            self._say_of_missing(ranks)
+            tallies = {rank: told.tally for rank, told in sorted(ranks.items())}
         total = sum(tallies.values(), Tally()).to_dict(sum(tally.rows_per_s for tally in tallies.values()))
         return {**total, "ranks": {rank: tally.to_dict() for rank, tally in tallies.items()}}
 
@@ -185,11 +192,30 @@ class Inspectable:
         waits = ", ".join(f"{rank}: {each['wait_share']:.1%}" for rank, each in figures["ranks"].items())
         return f"Ranks: {len(figures['ranks'])}\n{metrics_text(figures)}* Waiting by rank: {waits}\n"
 
+    @property
+    def _config_at_start(self) -> StreamConfig:
+        """The config with what the state of `resume_from` skips."""
+        saved = self._config.resume_state(self.name or "")
+        return self._config.with_skipped(saved.skipped) if saved else self._config
+
     def _local_of(self, run: str | None) -> StreamShard | None:
         """The shard of this process, where it is what is asked for: this is local mode, or no Ray Train run is told of."""
         if run is not None or self._local is None:
             return None
         return self._local if local_run() is not None or not any(self._told(None)[0]) else None
+
+    def _say_of_missing(self, ranks: dict[int, RankProgress]) -> None:
+        """Warn, once, where the coordinator has not heard of all ranks."""
+        world_size = max((told.world_size for told in ranks.values()), default=0)
+        if len(ranks) < world_size and not self._is_missing_said:
+            self._is_missing_said = True
+            logger.warning(
+                "stream %r: of %d ranks only %s have told their position to the stream's coordinator so far, and what is "
+                "shown is of these; shard.state_dict() of a rank is its own position",
+                self.name,
+                world_size,
+                ", ".join(map(str, ranks)),
+            )
 
     def _told(self, run: str | None) -> tuple[list[str], dict[int, RankProgress]]:
         assert self._coordinator is not None

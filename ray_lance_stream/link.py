@@ -188,7 +188,7 @@ class CoordinatorLink:
         self._told_s = time.monotonic()
         tally, attempt = self._meter.tally(), self._named()
         self._meter.export(tally, state, {"stream": self._name, "rank": str(self._rank), "run": attempt.run})
-        self._coordinator.record.remote(attempt, self._rank, RankProgress(state, tally))
+        self._coordinator.record.remote(attempt, self._rank, RankProgress(state, tally, attempt.world_size))
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
         use_ray()

@@ -21,6 +21,7 @@ from ray_lance_stream.forked import is_cut_off, use_ray
 from ray_lance_stream.line import with_chunks_for_stages
 from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.meter import Meter, metrics_text
+from ray_lance_stream.other_loaders import NoLoader, no_such_name
 from ray_lance_stream.restore import StreamPosition
 from ray_lance_stream.resumable import Resumable
 from ray_lance_stream.source import projected_schema
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 RUNTIME = ("_position", "_pass", "_stats", "_link", "_supply", "_batch_rule", "_meter")
 
 
-class StreamShard(StreamSizedIterator, Resumable):
+class StreamShard(NoLoader, StreamSizedIterator, Resumable):
     """One rank's share of a LanceStream.
 
     Each `iter()` of what an `iter_*` call returns is one epoch: the first after a resume finishes the open epoch, the
@@ -64,6 +65,7 @@ class StreamShard(StreamSizedIterator, Resumable):
     ) -> None:
         self.name = name
         self.world_rank = rank
+        self._is_elastic = plan.num_splits is not None
         self._plan = plan.with_splits(attempt.world_size // config.replicas)
         self._config = with_chunks_for_stages(config, attempt.world_size)
         self._coordinator = coordinator
@@ -84,7 +86,14 @@ class StreamShard(StreamSizedIterator, Resumable):
         self._position = StreamPosition(self.name, self._plan, self._config, world // self._config.replicas, self._link)
         lists = self._position.lists
         self._supply = ChunkSupply(self._config, self.name, self.world_rank, world, self._link, self._meter, lists)
-        self._batch_rule = BatchSizeRule(self._share, self._config.global_batch_size)
+        is_first = self.world_rank == 0  # ranks would say the same, and so would the attempts of a run
+        self._batch_rule = BatchSizeRule(
+            self._share,
+            self._config.global_batch_size,
+            is_elastic=self._is_elastic,
+            says=is_first,
+            says_default=is_first and train.attempt_checkpoint() is None,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in RUNTIME}
@@ -100,6 +109,13 @@ class StreamShard(StreamSizedIterator, Resumable):
             f"StreamShard(name={self.name!r}, rank={self.world_rank} of {self._attempt.world_size}, "
             f"splits=[{self.split_block[0]}, {self.split_block[1]}) of {self._share.grid.num_splits})"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        from ray_lance_stream.stream import LanceStream  # which imports this module
+
+        if hasattr(StreamShard, name):
+            return object.__getattribute__(self, name)  # a property that has failed with an AttributeError of its own
+        raise no_such_name(StreamShard, name, dir(StreamShard), of_stream=dir(LanceStream))
 
     # ---- what this shard delivers
 
@@ -152,8 +168,7 @@ class StreamShard(StreamSizedIterator, Resumable):
 
     def num_batches(self, batch_size: int | None = None, drop_last: bool = False) -> int:
         """Batches that the next pass delivers: those left of an open epoch after a resume, else those of an epoch."""
-        self._restore()
-        size = self._batch_rule.resolve(batch_size if batch_size is not None else BATCH_SIZE_OF_STREAM)
+        size = self._batch_size_of_next(BATCH_SIZE_OF_STREAM if batch_size is None else batch_size)
         return self._next_walk(size, drop_last).num_batches
 
     # ---- iteration
@@ -173,8 +188,7 @@ class StreamShard(StreamSizedIterator, Resumable):
         refuse_local_shuffle(kwargs)
 
         def make_iterator() -> Any:
-            size = self._batch_rule.resolve(batch_size)
-            return self._new_pass(size, drop_last).batches(**kwargs)
+            return self._new_pass(self._batch_size_of_next(batch_size), drop_last).batches(**kwargs)
 
         return as_iterable(make_iterator)
 
@@ -182,6 +196,11 @@ class StreamShard(StreamSizedIterator, Resumable):
         """For `materialize()`: one pass as blocks."""
         new_pass = self._new_pass(None, drop_last=False)
         return new_pass.bundles(), self._stats, None
+
+    def _batch_size_of_next(self, batch_size: Any) -> int:
+        if batch_size is not BATCH_SIZE_OF_STREAM and batch_size is not None:
+            return self._batch_rule.resolve(batch_size)
+        return self._batch_rule.resolve(batch_size, self._position.plan_from(self._restore().next_start).grid)
 
     def _new_pass(self, batch_size: int | None, drop_last: bool) -> EpochPass:
         """A pass that begins when its first item is asked for."""

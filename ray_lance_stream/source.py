@@ -17,6 +17,7 @@ from ray_lance_stream.errors import ConfigError, ReadError, TableError
 from ray_lance_stream.failures import attempt, guarded, secrets_of
 from ray_lance_stream.filters import check_filter
 from ray_lance_stream.manifest import is_same_version
+from ray_lance_stream.other_loaders import way_for_table
 from ray_lance_stream.remote import RemoteTableRef, remote_ref
 from ray_lance_stream.selection import check_columns, scan_offsets
 from ray_lance_stream.storage_options import StorageOptions, check_options, current_options
@@ -48,7 +49,9 @@ def table_ref(table: Any, storage_options: StorageOptions = None) -> TableRef:
         return _ref_from_dataset(table, storage_options)
     if library == "lancedb":
         return _ref_from_lancedb(table, storage_options)
-    if isinstance(table, (list, tuple)):
+    if (way := way_for_table(table)) is not None:
+        hint = way
+    elif isinstance(table, (list, tuple)):
         hint = "one stream reads one table: make a stream per table, or write them as one"
     elif table is None:
         hint = _ACCEPTED
@@ -89,7 +92,8 @@ def _ref_from_dataset(table: Any, storage_options: StorageOptions) -> TableRef:
     import lance
 
     if not isinstance(table, lance.LanceDataset):
-        raise ConfigError(f"table must be a dataset, got lance's {type(table).__qualname__}: {_ACCEPTED}")
+        kind = type(table).__qualname__
+        raise ConfigError(f"table must be a dataset, got lance's {kind}: {way_for_table(table) or _ACCEPTED}")
     uri = _checked_uri(str(table.uri))
     options = storage_options if storage_options is not None else table.initial_storage_options
     ref = TableRef(uri, table.version, options)
@@ -129,7 +133,8 @@ def _ref_from_lancedb(table: Any, storage_options: StorageOptions) -> TableRef:
             )
         return remote_ref(table)
     if not isinstance(table, LanceTable):
-        raise ConfigError(f"table must be a synchronous LanceDB table, got {kind}: open it with lancedb.connect()")
+        way = way_for_table(table) or "open it with lancedb.connect()"
+        raise ConfigError(f"table must be a synchronous LanceDB table, got {kind}: {way}")
     uri, version, branch = guarded(
         lambda: (table.uri, table.version, table.current_branch()),
         f"the LanceDB table {table.name!r} cannot be used",

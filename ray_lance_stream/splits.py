@@ -7,10 +7,16 @@ each split of its block; the rows of a cycle are therefore the same however the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
 from ray_lance_stream.errors import ConfigError
+
+# Ray Data's default batch size, here of a global step: the least rows of one whose size nobody has named.
+DEFAULT_STEP_ROWS = 256
+# Larger divisors of a number are found from the smaller ones. Numbers above the square of this are searched in part.
+MAX_TRIED_DIVISOR = 1_000_000
 
 
 @dataclass(frozen=True, order=True)
@@ -134,6 +140,11 @@ class SplitGrid:
             )
         return global_batch_size // self.num_splits
 
+    @property
+    def default_global_batch_size(self) -> int:
+        """Rows of a global step whose size nobody has named: the fewest whole cycles with 256 rows, or those of an epoch."""
+        return min(-(-DEFAULT_STEP_ROWS // self.num_splits), self.rows_per_split) * self.num_splits
+
     def num_steps(self, global_batch_size: int) -> int:
         """Global steps of an epoch, a shorter last one included."""
         return -(-self.num_cycles // self.cycles_per_step(global_batch_size))
@@ -179,13 +190,21 @@ def nearest_multiples(value: int, factor: int) -> tuple[int, ...]:
     return (factor,) if below < 1 else (below, below + factor)
 
 
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, ascending: the worker counts with equal shares of so many splits.
+
+    Of numbers above the square of MAX_TRIED_DIVISOR, those up to it and what these divide the number into.
+    """
+    low = [d for d in range(1, min(math.isqrt(number), MAX_TRIED_DIVISOR) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
 def valid_batch_sizes(global_batch_size: int, num_splits: int) -> str:
     """Words for an error: the nearest G that fits S, and the S near the wished one that fit G."""
     sizes = " or ".join(str(size) for size in nearest_multiples(global_batch_size, num_splits))
     text = f"global_batch_size={sizes}"
     if global_batch_size >= 1:
-        divisors = [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
-        near = sorted(sorted(divisors, key=lambda n: abs(n - num_splits))[:2])
+        near = sorted(sorted(divisors(global_batch_size), key=lambda n: abs(n - num_splits))[:2])
         text += f", or num_splits={' or '.join(map(str, near))}"
     return text
 

@@ -21,6 +21,8 @@ from ray_lance_stream.coordinator import start_coordinator
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.forked import use_ray
 from ray_lance_stream.inspectable import Inspectable
+from ray_lance_stream.launcher import warn_of_ranks
+from ray_lance_stream.other_loaders import NoLoader, no_such_name
 from ray_lance_stream.pin import Pin, PinnedAs
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.splits import data_rank, split_block
@@ -33,8 +35,11 @@ SHARD_METHODS = (
     "iter_batches",
     "iter_torch_batches",
     "iter_tf_batches",
+    "iter_jax_batches",
     "iter_rows",
     "to_torch_dataset",
+    "to_torch",
+    "to_tf",
     "materialize",
     "schema",
     "load_state_dict",
@@ -53,7 +58,7 @@ SHARD_METHODS = (
 )
 
 
-class LanceStream(Transformable, Inspectable):
+class LanceStream(NoLoader, Transformable, Inspectable):
     """A Lance table as a stream for `TorchTrainer(datasets={"train": stream})`. Made by `lance_stream`.
 
     Besides what Ray Train needs, it iterates itself, as one worker that owns every split: in local mode
@@ -68,6 +73,7 @@ class LanceStream(Transformable, Inspectable):
         self._coordinator: ray.actor.ActorHandle | None = None
         self._local: StreamShard | None = None
         self._local_run: Any = None
+        self._group = uuid.uuid4().hex  # of the shards that it makes one by one
 
     def __repr__(self) -> str:
         stages = " -> ".join(str(stage) for stage in self._config.stages)
@@ -86,7 +92,9 @@ class LanceStream(Transformable, Inspectable):
     def __getattr__(self, name: str) -> Any:
         if name in SHARD_METHODS:
             return getattr(self._local_shard(), name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if hasattr(LanceStream, name):
+            return object.__getattribute__(self, name)  # a property that has failed with an AttributeError of its own
+        raise no_such_name(LanceStream, name, [*dir(LanceStream), *SHARD_METHODS])
 
     # ---- what Ray Train calls
 
@@ -155,7 +163,9 @@ class LanceStream(Transformable, Inspectable):
             self._refuse_to_part(f"is made for rank {rank} alone", "make all shards at once with streaming_split(n)")
         data, world = data_rank(world_size, rank, self._config.replicas)
         split_block(self._plan.with_splits(world).grid.num_splits, world, data)
-        return self._shard(Attempt(uuid.uuid4().hex, "", world_size), rank)
+        shard = self._shard(Attempt(uuid.uuid4().hex, "", world_size, group=self._group), rank)
+        warn_of_ranks(self.name or self._plan.table.identity, rank, world_size, self._config.evaluation)
+        return shard
 
     def close(self) -> None:
         """End the coordinator and with it every reader of this stream; runs that still use it fail."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.splits import divisors
 
 # Without a global batch size. Every global step has a row of each split, so more splits make for very large steps.
 MOST_SPLITS = 8192
@@ -76,12 +77,6 @@ def split_choice(num_splits: int, worker_counts: Iterable[int]) -> SplitChoice:
     uneven = tuple(w for w in counts if num_splits % w)
     share = max((math.ceil(num_splits / w) * w / num_splits for w in uneven), default=1.0)
     return SplitChoice(num_splits, even, uneven, share)
-
-
-def divisors(number: int) -> list[int]:
-    """The divisors of a positive number, ascending: the worker counts with equal shares of so many splits."""
-    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*low, *(number // d for d in low)})
 
 
 def _num_uneven(num_splits: int, counts: Sequence[int]) -> int:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.sizer import largest_chunk_cycles
 from ray_lance_stream.source import count_rows
-from ray_lance_stream.splits import RankShare, data_rank
+from ray_lance_stream.splits import RankShare, data_rank, divisors
 from ray_lance_stream.state import SkippedCycles
-from ray_lance_stream.suggest import divisors
 
 _MAX_NAMES = 12
 _LABEL_CHARS = 16
@@ -34,9 +33,11 @@ class PlanSummary:
         num_splits: S; None: the number of workers.
         cycles_per_epoch: cycles of an epoch; each has one row of every split.
         drop_remainder: whether the N % S rows are left out; else they are one more, shorter cycle.
-        global_batch_size: G; None: the loop chooses it.
-        cycles_per_step: G / S.
-        steps_per_epoch: global steps of an epoch, a shorter last one included; None also without G.
+        global_batch_size: G; None: calls that name no batch size have the default, others choose it.
+        default_global_batch_size: rows of a global step where neither is given: the smallest multiple of S that is at least
+            256, at most the largest one that an epoch holds. None with G.
+        cycles_per_step: cycles of a global step of G rows, or by default.
+        steps_per_epoch: such steps of an epoch, a shorter last one included.
         worker_counts: numbers of workers that have equal shares. Others up to max_workers are served too.
         max_workers: no run can have more workers.
         replicas: consecutive workers that share their rows.
@@ -66,6 +67,7 @@ class PlanSummary:
     cycles_per_epoch: int | None
     drop_remainder: bool
     global_batch_size: int | None
+    default_global_batch_size: int | None
     cycles_per_step: int | None
     steps_per_epoch: int | None
     worker_counts: tuple[int, ...] | None
@@ -92,7 +94,7 @@ class WorkerShare:
     Attributes:
         workers: W.
         splits: splits of a worker.
-        step_rows: rows of a worker in a global step; None without G.
+        step_rows: rows of a worker in a global step, of G rows or the default; None without both.
         chunk_bytes: estimated bytes of the largest chunk.
     """
 
@@ -104,7 +106,7 @@ class WorkerShare:
 
 def summarize(plan: ReadPlan, config: StreamConfig, name: str) -> PlanSummary:
     """The summary of a stream. With a filter it counts the rows of the table, which reads no rows."""
-    order, size = plan.order, config.global_batch_size
+    order, size = plan.order, _step_rows(plan, config)
     grid = plan.grid if plan.num_splits else None
     splits = grid.num_splits if grid else 1  # of one worker with the largest block
     saved = config.resume_state(name)
@@ -125,7 +127,8 @@ def summarize(plan: ReadPlan, config: StreamConfig, name: str) -> PlanSummary:
         num_splits=plan.num_splits,
         cycles_per_epoch=grid.num_cycles if grid else None,
         drop_remainder=plan.drop_remainder,
-        global_batch_size=size,
+        global_batch_size=config.global_batch_size,
+        default_global_batch_size=None if config.global_batch_size else size,
         cycles_per_step=grid.cycles_per_step(size) if grid and size else None,
         steps_per_epoch=grid.num_steps(size) if grid and size else None,
         worker_counts=tuple(w * config.replicas for w in divisors(splits)) if grid else None,
@@ -153,12 +156,17 @@ def worker_share(plan: ReadPlan, config: StreamConfig, workers: int) -> WorkerSh
     fixed = plan.with_splits(data_workers)
     ends = [RankShare.of(fixed.grid, workers, rank, config.replicas) for rank in (0, workers - 1)]
     blocks = sorted({ends[0].block.size, ends[1].block.size})
-    size = config.global_batch_size
+    size = _step_rows(plan, config)
     rows = [fixed.grid.cycles_per_step(size) * k for k in blocks] if size else None
     chunks = [_chunk_bytes(fixed, config, k) for k in blocks]
     return WorkerShare(
         workers, (blocks[0], blocks[-1]), (rows[0], rows[-1]) if rows else None, (min(chunks), max(chunks))
     )
+
+
+def _step_rows(plan: ReadPlan, config: StreamConfig) -> int | None:
+    """Rows of a global step, where no call names a batch size; None where that depends on the number of workers."""
+    return config.global_batch_size or (plan.grid.default_global_batch_size if plan.num_splits else None)
 
 
 def _chunk_bytes(plan: ReadPlan, config: StreamConfig, block_size: int) -> int:
@@ -196,20 +204,21 @@ def _split_lines(plan: PlanSummary) -> list[tuple[str, str]]:
         ("splits", f"{plan.num_splits:,} of {plan.matched_rows // plan.num_splits:,} rows"),
         ("cycles", f"{plan.cycles_per_epoch:,} an epoch, a row of each split in every one"),
     ]
-    if plan.steps_per_epoch is None or plan.cycles_per_step is None:
-        lines.append(("steps", f"global_batch_size is not given; any multiple of {plan.num_splits:,} can be served"))
-    else:
-        short = plan.cycles_per_epoch % plan.cycles_per_step
-        lines.append(
-            (
-                "steps",
-                f"{plan.steps_per_epoch:,} an epoch, of {plan.global_batch_size:,} rows, {plan.cycles_per_step:,} cycles"
-                + (f"; the last one of {short:,} cycles" if short else "")
-                + f"; global_batch_size can be any multiple of {plan.num_splits:,}",
-            )
-        )
+    lines.append(("steps", _steps(plan)))
     shares = f"equal shares with {names(plan.worker_counts)}; others up to {plan.max_workers:,} are served too"
     return [*lines, ("workers", shares if plan.max_workers > 1 else "1")]
+
+
+def _steps(plan: PlanSummary) -> str:
+    steps, size = plan.steps_per_epoch, plan.global_batch_size or plan.default_global_batch_size
+    assert None not in (steps, size, plan.cycles_per_epoch, plan.cycles_per_step)  # of a plan with splits
+    short = plan.cycles_per_epoch % plan.cycles_per_step  # type: ignore[operator]
+    return (
+        f"{steps:,} an epoch, of {size:,} rows, {plan.cycles_per_step:,} cycles"
+        + ("" if plan.global_batch_size else ", where no batch size is given")
+        + (f"; the last one of {short:,} cycles" if short else "")
+        + f"; global_batch_size can be any multiple of {plan.num_splits:,}"
+    )
 
 
 def _order(plan: PlanSummary) -> str:

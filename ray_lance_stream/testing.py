@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ray_lance_stream.errors import ConfigError
+from ray_lance_stream.explain import step_size
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.stream import LanceStream
 
@@ -39,7 +39,7 @@ def assert_elastic(
     Args:
         stream: made by `lance_stream`.
         world_sizes: worker counts to compare; the first one is what the others are compared with.
-        global_batch_size: G, where the stream was made without one.
+        global_batch_size: G, where it is not the stream's; a stream without one has its default.
         epoch: which epoch.
         max_steps: how many steps of it.
 
@@ -71,7 +71,7 @@ def assert_resume_exact(
     Args:
         stream: made by `lance_stream`.
         world_sizes: worker counts of the broken run, one after the other, from one rank's state each.
-        global_batch_size: G, where the stream was made without one.
+        global_batch_size: G, where it is not the stream's; a stream without one has its default.
         epoch: first epoch.
         steps_between: steps from one stop to the next.
         max_steps: steps compared in total.
@@ -97,10 +97,7 @@ def assert_resume_exact(
 
 
 def _batch_size(stream: LanceStream, global_batch_size: int | None) -> int:
-    size = global_batch_size if global_batch_size is not None else stream._config.global_batch_size
-    if size is None:
-        raise ConfigError("pass global_batch_size here or to lance_stream(..., global_batch_size=G)")
-    return size
+    return step_size(stream._plan, stream._config, global_batch_size)
 
 
 def _on_one_version(stream: LanceStream) -> LanceStream:

@@ -78,7 +78,14 @@ class StreamDataset(IterableDataset[Any]):
         return {"_shard": None, "_feed": self._given or self._feed_of_plain_loader()}
 
     def __repr__(self) -> str:
-        return f"StreamDataset({self._shard!r}, batch_size={self._batch_size})" if self._shard else "StreamDataset()"
+        return (
+            f"StreamDataset({self._shard!r}, batch_size={self._asked_batch_size})" if self._shard else "StreamDataset()"
+        )
+
+    @property
+    def _batch_size(self) -> int:
+        """Rows per batch of the next pass."""
+        return self.shard._batch_size_of_next(self._asked_batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         if fetches_lists():
@@ -89,7 +96,7 @@ class StreamDataset(IterableDataset[Any]):
         if get_worker_info() is not None:
             raise ConfigError(FORKED)
         batches = self._shard.iter_torch_batches(
-            batch_size=self._batch_size,
+            batch_size=self._asked_batch_size,
             drop_last=self._drop_last,
             collate_fn=self._collate_fn,
             prefetch_batches=self._prefetch_batches,
@@ -97,13 +104,10 @@ class StreamDataset(IterableDataset[Any]):
         )
         return iter(batches)
 
-    @property
-    def _batch_size(self) -> int:
-        return self.shard._batch_rule.resolve(self._asked_batch_size)
-
     def _served(self, batch_size: Any) -> Any:
         """A batch size that was given, if it can be served."""
-        return self.shard._batch_rule.resolve(batch_size)
+        self.shard._batch_rule.resolve(batch_size)
+        return batch_size
 
     def __len__(self) -> int:
         """Batches of the running pass, else of the next one: those left of an open epoch after a resume."""

@@ -28,6 +28,7 @@ _STREAM_OPTIONS = (
     "read_batch_size",
     "readers_per_worker",
 )
+MAX_WORKER_COUNTS = 10_000
 
 
 def add_table(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +109,12 @@ def worker_counts(text: str) -> tuple[int, ...]:
         for part in text.split(","):
             first, *rest = (int(number) for number in part.split(":"))
             last, step = (*rest, *(first, 1)[len(rest) :])  # what is not written: the first one alone, every count
-            counts.update(range(first, last + 1, step))
+            found = range(first, last + 1, step)
+            if found[MAX_WORKER_COUNTS:]:
+                raise argparse.ArgumentTypeError(
+                    f"at most {MAX_WORKER_COUNTS:,} worker counts can be asked for, got {text!r}"
+                )
+            counts.update(found)
     except ValueError:
         counts.clear()
     if not counts or min(counts) < 1:

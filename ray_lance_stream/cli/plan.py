@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ray_lance_stream.cli.answer import Answer, grid
 from ray_lance_stream.cli.options import add_delivery, add_order, add_table, make_stream, worker_counts
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.splits import nearest_multiples
-from ray_lance_stream.suggest import SplitChoice, divisors, split_choice, suggest_num_splits
+from ray_lance_stream.splits import divisors, nearest_multiples
+from ray_lance_stream.suggest import SplitChoice, split_choice, suggest_num_splits
 
 if TYPE_CHECKING:
     from ray_lance_stream.stream import LanceStream

@@ -128,11 +128,13 @@ def test_the_default_batch_is_a_global_step(shards: Shards, table):
         iter(shards.of(stream, 0, 3).iter_batches(batch_size=64))
 
 
-def test_no_batch_size_without_a_global_one(shards: Shards, table):
-    shard = shards(table)
-    with pytest.raises(ConfigError, match="batch_size=None means one global step"):
-        iter(shard.iter_batches(batch_size=None))
-    assert [len(ids_of(batch)) for batch in shard.iter_batches()] == [256, 224]
+def test_without_sizes_batches_are_shares_of_the_default_step(shards: Shards, table):
+    """Of 288 rows, with real readers; tests/unit/test_batching.py has all the rest."""
+    stream = shards.stream(table)
+    for options in ({}, {"batch_size": None}):
+        group = shards.group(stream, 5)
+        batches = [[len(ids_of(batch)) for batch in shard.iter_batches(**options)] for shard in group]
+        assert [sum(sizes) for sizes in zip(*batches, strict=True)] == [288, 192]
 
 
 @pytest.mark.parametrize("batch_size", [True, "48", 0, -48, 4.0])

@@ -32,6 +32,17 @@ def told(samples: int) -> RankProgress:
     return RankProgress(replace(STATE, samples_consumed_per_split=samples), Tally(rows=10, elapsed_s=1.0))
 
 
+def test_shards_made_one_by_one_are_shown_as_one_world():
+    book = AttemptBook()
+    for name, world, rank, samples in (("a", 2, 0, 5), ("b", 2, 1, 7), ("c", 2, 1, 3)):
+        book.record(Attempt(name, "", world, group="g"), rank, told(samples))
+    assert {rank: each.state.samples_consumed_per_split for rank, each in book.snapshot("").items()} == {0: 5, 1: 3}
+    book.record(Attempt("d", "", 3, group="g"), 2, told(1))
+    assert list(book.snapshot("")) == [2], "of the newest world size"
+    book.record(Attempt("e", "", 3, group="other"), 0, told(1))
+    assert list(book.snapshot("")) == [0]
+
+
 def test_ranks_that_step_alike_agree_whatever_their_blocks():
     book, attempt = AttemptBook(), Attempt("a", "run", 3)
     for rank, splits in enumerate((4, 5, 3)):

@@ -354,8 +354,11 @@ def test_rows_of_a_step_that_does_not_exist(path: str) -> None:
 
 
 def test_rows_of_a_step_of_unknown_size(path: str) -> None:
-    texts = ("depend on global_batch_size", "pass it here or to lance_stream(..., global_batch_size=G)")
-    refusal(ConfigError, texts, lambda: lance_stream(path, num_splits=48).row_ids(0, 0))
+    assert len(lance_stream(path, num_splits=48).row_ids(0, 0)) == 288  # by default
+    for size in (96.0, True, 0):
+        texts = ("global_batch_size must be an int >= 1", repr(size))
+        ask = lance_stream(path, num_splits=48).row_ids
+        refusal(ConfigError, texts, lambda: ask(0, 0, global_batch_size=size))  # noqa: B023
     texts = ("depend on num_splits", "pass lance_stream(..., num_splits=S)")
     refusal(ConfigError, texts, lambda: lance_stream(path, global_batch_size=96).row_ids(0, 0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -352,6 +353,11 @@ def test_plan_suggests_before_a_number_of_splits_is_known(run, table):
 )
 def test_worker_counts_are_written_as_ranges_and_lists(text, counts):
     assert options.worker_counts(text) == counts
+
+
+def test_worker_counts_without_end_are_refused():
+    with pytest.raises(argparse.ArgumentTypeError, match="at most 10,000 worker counts can be asked for"):
+        options.worker_counts("1:1000000000000")
 
 
 # rows

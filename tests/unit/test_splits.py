@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.splits import SplitBlock, SplitGrid, data_rank, nearest_multiples, split_block
+from ray_lance_stream.splits import SplitBlock, SplitGrid, data_rank, divisors, nearest_multiples, split_block
 
 WORLDS = st.integers(1, 64).flatmap(lambda s: st.tuples(st.just(s), st.integers(1, s)))
 
@@ -77,6 +77,27 @@ def test_a_global_batch_that_is_no_multiple_names_the_valid_ones(size, names):
     with pytest.raises(ConfigError) as error:
         SplitGrid(4800, 48).cycles_per_step(size)
     assert all(name in str(error.value) for name in [*names, str(size)])
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (10**9 + 7, ["999999984 or 1000000032", "num_splits=1 or 1000000007"]),  # a prime
+        (10**18, ["num_splits=40 or 50"]),
+        (10**30 + 1, ["global_batch_size="]),
+    ],
+)
+def test_the_error_of_a_very_large_global_batch_comes_at_once(size, names):
+    """Trying all numbers up to it would take minutes to ages."""
+    with pytest.raises(ConfigError, match="must be a positive multiple") as error:
+        SplitGrid(4800, 48).cycles_per_step(size)
+    assert all(name in str(error.value) for name in names)
+
+
+def test_divisors_of_numbers_that_are_too_large_to_try_all_divide_them():
+    found = divisors(7 * 10**20)
+    assert {1, 7, 1_000_000, 7 * 10**20} <= set(found)
+    assert all(7 * 10**20 % number == 0 for number in found)
 
 
 def test_data_ranks_of_replicas():
