@@ -50,7 +50,7 @@ class EpochPass(DataIterator):
         self.batch_size = batch_size
         self.drop_last = drop_last
         self._to_tensors: TensorCollateFn | None = None
-        self._count_batches = True
+        self.counts_rows = False  # in place of batches or blocks
         self._walk: EpochWalk | None = None
         self._window: ReadWindow | None = None
         self._batch_iterator: ShardBatchIterator | None = None
@@ -68,14 +68,16 @@ class EpochPass(DataIterator):
         self._running = running
         yield from running
         self._check_complete()  # Ray's iterator also ends when close() ends it
+        self._shard._check_together()
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Rows as dicts; each counts when it is handed out."""
-        self._count_batches = False
+        self.counts_rows = True
         with closing(self.batches(batch_format=None, prefetch_batches=1)) as blocks:
             for block in blocks:
                 for row in block_rows(block):
-                    self._received(1)
+                    self._prepare(1)
+                    self._shard._received(1)
                     yield row
 
     def bundles(self) -> Iterator[RefBundle]:
@@ -87,9 +89,11 @@ class EpochPass(DataIterator):
                 block = self._fetch(ref)
                 if block is None:
                     break
+                bundle = ref_bundle(ray.put(block), info.num_rows, info.size_bytes)
+                self._prepare(info.num_rows)
                 self._given_rows += info.num_rows
-                self._received(info.num_rows)
-                yield ref_bundle(ray.put(block), info.num_rows, info.size_bytes)
+                self._shard._received(info.num_rows)
+                yield bundle
             self._check_complete()
         finally:
             self._on_iteration_end(None)
@@ -106,6 +110,7 @@ class EpochPass(DataIterator):
         self._batch_iterator = ShardBatchIterator(
             ref_bundles_iter,
             fetch=self._fetch,
+            before_batch=self._before_batch,
             on_batch=self._on_batch,
             on_end=self._check_complete,
             **kwargs,
@@ -162,19 +167,23 @@ class EpochPass(DataIterator):
         except NullInTensorError as error:
             raise null_error(self._shard.name, error, request, request.plan.resolve()) from None
 
+    def _before_batch(self, rows: int) -> None:
+        if not self.counts_rows:
+            self._prepare(rows)
+
     def _on_batch(self, rows: int) -> None:
         self._given_rows += rows
-        if self._count_batches:
-            self._received(rows)
+        if not self.counts_rows:
+            self._shard._received(rows)
 
-    def _received(self, rows: int) -> None:
+    def _prepare(self, rows: int) -> None:
+        """What may fail or take time comes before rows are counted: a batch that is counted is handed out."""
         if self._shard._pass is not self:
             raise IterationError(ENDED)
         assert self._window is not None
         assert self._walk is not None
-        has_let_go = self._window.received(rows)
-        self._shard._received(rows)
-        self._shard._read_ahead(self._window, self._walk, has_let_go)
+        self._shard._report_in_time()
+        self._shard._read_ahead(self._window, self._walk, has_room=self._window.received(rows))
 
     @property
     def walk(self) -> EpochWalk | None:
@@ -207,4 +216,4 @@ def _bundle(chunk: tuple[ray.ObjectRef, ChunkInfo]) -> RefBundle:
 def _end_running() -> None:
     """Before Ray shuts down, which it does at exit too: an iterator that Python ends later finds Ray gone and says so."""
     for each in list(_running):
-        each._shard._end_pass(each)
+        each._shard._end_pass(each, is_left=False)

@@ -7,6 +7,7 @@ Ray actor and shown on the driver. Messages never hold storage options.
 from __future__ import annotations
 
 import pickle
+import sys
 from typing import Any
 
 MAX_SHOWN_CHARS = 1000
@@ -65,6 +66,14 @@ def can_be_pickled(error: BaseException) -> bool:
     except Exception:
         return False
     return True
+
+
+def is_failing() -> bool:
+    """Whether an error is being handled in this thread, other than one that ends an iterator."""
+    error = sys.exc_info()[1]
+    while isinstance(error, (GeneratorExit, StopIteration)):
+        error = error.__context__
+    return error is not None
 
 
 class IterationError(StreamError, RuntimeError):
