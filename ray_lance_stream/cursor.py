@@ -299,16 +299,14 @@ class Cursor:
             IterationError: a pass is running, or none was left.
         """
         place = self._place
+        if self.live:
+            raise IterationError(
+                "resume_epoch() comes after a break, but an iterator of this shard is live; close() it first"
+            )
         if place.phase is not _Pass.LEFT:
             raise IterationError(
-                "resume_epoch() resumes an epoch that the loop has left with a break, but "
-                + (
-                    "an iterator of this shard is live: close() it first"
-                    if self.live
-                    else f"none was left: the next pass begins at epoch {place.position.epoch}, samples_consumed_per_split "
-                    f"{place.position.cycle}; use set_epoch(epoch) for another epoch, and set_epoch(epoch, restart=True) for "
-                    "its beginning"
-                )
+                f"resume_epoch() comes after a break, but no epoch was left: the next pass begins at {place.position}; use "
+                "set_epoch(epoch) for another epoch, and set_epoch(epoch, restart=True) for its beginning"
             )
         self.moves += 1
         self._place = _Place(_Pass.OPEN, place.position, place.received_source)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
@@ -129,7 +129,7 @@ class CoordinatorLink:
         """
         other = self._ask("register_pass", self._named(), self._rank, turn, start)
         if isinstance(other, PassConflict):
-            raise ConfigError(self._conflict_text(other))
+            self._refuse_conflict(other)
         if other is not None:
             self._refuse_pass(turn[0], start, *other)
 
@@ -158,11 +158,11 @@ class CoordinatorLink:
             "shard.local_batch_size(global_batch_size) on every rank"
         )
 
-    def _conflict_text(self, found: PassConflict) -> str:
+    def _refuse_conflict(self, found: PassConflict) -> NoReturn:
         pass_of = f"pass {abs(found.mine.number)} over stream {self._name!r}"
         if found.is_at_start:
             mine, theirs = found.mine.start, found.theirs.start
-            return (
+            raise ConfigError(
                 f"all ranks must begin a pass at the same place, but in {pass_of} rank {self._rank} begins at {mine} and rank "
                 f"{found.rank} at {theirs}; load the same state or call the same set_epoch or resume_epoch on every rank, and "
                 f"{PEEK}"
@@ -170,7 +170,7 @@ class CoordinatorLink:
         ranks = sorted([(found.mine, self._rank), (found.theirs, found.rank)], key=lambda each: each[0].steps or 0)
         (first, first_rank), (other, other_rank) = ranks
         unit = "batches" if first.number > 0 else "rows"
-        return (
+        raise ConfigError(
             f"all ranks must leave a pass at the same step, but rank {first_rank} left {pass_of} after {first.steps} {unit}, "
             f"at {first.place}, and rank {other_rank} has received {other.steps} {unit} of it, up to {other.place}; break at "
             f"the same step on every rank, and {PEEK}"
@@ -198,7 +198,7 @@ class CoordinatorLink:
         """
         found = self._answered(0)
         if found is not None and found.settles_in_s <= 0:
-            raise ConfigError(self._conflict_text(found))
+            self._refuse_conflict(found)
 
     def check_together_at_end(self, tell: Callable[[], None]) -> None:
         """As `check_together`, once a pass is over: waits for the answer, and for a rank that may still go back.
@@ -214,7 +214,7 @@ class CoordinatorLink:
             tell()
             found = self._answered(END_WAIT_S)
         if found is not None and found.settles_in_s <= 0:
-            raise ConfigError(self._conflict_text(found))
+            self._refuse_conflict(found)
 
     def _answered(self, timeout_s: float) -> PassConflict | None:
         answer, self._answer = self._answer, None

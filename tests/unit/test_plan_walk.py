@@ -243,11 +243,11 @@ def test_cursor_restarts_an_epoch_also_where_a_position_inside_of_it_is_open():
 def test_cursor_stays_in_the_epoch_that_the_loop_has_left():
     grid, block = SplitGrid(96, 48), SplitBlock(0, 24)
     cursor = Cursor(Position(4))
-    with pytest.raises(IterationError, match=r"none was left: the next pass begins at epoch 4, .* 0; use set_epoch"):
+    with pytest.raises(IterationError, match=r"no epoch was left: the next pass begins at epoch 4, .* 0; use set"):
         cursor.resume()
     cursor.begin(EpochWalk(grid, block, Position(4)))
     cursor.received(30)
-    with pytest.raises(IterationError, match=r"an iterator of this shard is live: close\(\) it first"):
+    with pytest.raises(IterationError, match=r"an iterator of this shard is live; close\(\) it first"):
         cursor.resume()
     cursor.leave()
     moves = cursor.moves
@@ -257,7 +257,7 @@ def test_cursor_stays_in_the_epoch_that_the_loop_has_left():
     cursor.begin(walk)
     cursor.received(walk.num_rows)
     cursor.leave()
-    with pytest.raises(IterationError, match="none was left: the next pass begins at epoch 5"):
+    with pytest.raises(IterationError, match="no epoch was left: the next pass begins at epoch 5"):
         cursor.resume()
 
 

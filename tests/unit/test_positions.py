@@ -172,7 +172,7 @@ def test_a_loop_may_stay_in_the_epoch_that_it_has_left(stream, steps):
         shard.resume_epoch()
         assert (at(shard), shard.epoch, shard.num_batches()) == ((0, 6), 0, 7)
     assert [a | b for a, b in zip(*map(batches, shards), strict=True)] == steps[0][3:]
-    with pytest.raises(IterationError, match="none was left"):
+    with pytest.raises(IterationError, match="no epoch was left"):
         shards[0].resume_epoch()
 
 
