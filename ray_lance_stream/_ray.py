@@ -153,12 +153,13 @@ def unpinned(collate_fn: Any) -> Any:
 
 
 class ShardBatchIterator(BatchIterator):
-    """Ray's batch iterator with three hooks, a bound on batches out of order, and threads that end.
+    """Ray's batch iterator with four hooks, a bound on batches out of order, and threads that end.
 
     Args:
         ref_bundles: as BatchIterator.
         fetch: the block behind a reference, which it may read again when the object is lost; None ends the iteration.
-        on_batch: called in the loop's thread with the number of rows it is about to receive.
+        before_batch: called in the loop's thread with the number of rows that it is about to receive; may fail or take time.
+        on_batch: called with them as the last thing before the loop has them.
         on_end: called in the loop's thread when no batch is left; raises if rows are missing, since Ray's threads
             swallow a BaseException and end as if complete.
         context: current where users' functions run.
@@ -171,6 +172,7 @@ class ShardBatchIterator(BatchIterator):
         ref_bundles: Iterator[RefBundle],
         *,
         fetch: Callable[[ray.ObjectRef], Block | None],
+        before_batch: Callable[[int], None],
         on_batch: Callable[[int], None],
         on_end: Callable[[], None],
         context: DataContext,
@@ -184,6 +186,7 @@ class ShardBatchIterator(BatchIterator):
         kwargs["finalize_fn"] = contained(kwargs.get("finalize_fn"), "finalize_fn")
         super().__init__(ref_bundles, **kwargs)
         self._fetch = fetch
+        self._before_batch = before_batch
         self._on_batch = on_batch
         self._on_end = on_end
         self._check_numpy = check_numpy
@@ -273,8 +276,9 @@ class ShardBatchIterator(BatchIterator):
 
     @contextmanager
     def yield_batch_context(self, batch: FinalizedBatch) -> Iterator[None]:
-        self._on_batch(batch.metadata.num_rows)
+        self._before_batch(batch.metadata.num_rows)
         with super().yield_batch_context(batch):
+            self._on_batch(batch.metadata.num_rows)  # the last thing before the loop has it
             yield
 
     def after_epoch_end(self) -> None:

@@ -26,6 +26,7 @@ class ReadAhead:
 
     def __init__(self) -> None:
         self._next: _Next | None = None
+        self._has_failed = False
 
     def go_on(self, running: ReadWindow, make: Callable[[], tuple[ReadPlan, EpochWalk, ReadWindow]]) -> None:
         """Send the reads for which there is room, once all of the running pass have been sent.
@@ -34,6 +35,8 @@ class ReadAhead:
             running: window of the running pass.
             make: (plan, walk, window) of the next pass.
         """
+        if self._has_failed:
+            return
         if self._next is None:
             self._next = _Next(*make())
         self._next.window.fill_beside(running.held_bytes())
@@ -41,11 +44,17 @@ class ReadAhead:
     def take(self, plan: ReadPlan, walk: EpochWalk) -> ReadWindow | None:
         """The window of a pass that begins, if it is the one that was read ahead; lets go of any other."""
         found = self._next
+        self._has_failed = False
         if found is not None and (found.plan, found.walk) == (plan, walk):
             self._next = None
             return found.window
         self.drop()
         return None
+
+    def give_up(self) -> None:
+        """Reading ahead has failed: no more of it before another pass begins."""
+        self.drop()
+        self._has_failed = True
 
     def drop(self) -> None:
         """Let go what was read ahead."""

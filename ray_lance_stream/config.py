@@ -271,6 +271,20 @@ class StreamConfig:
         states = self.resume_states
         return states.get(name) or (next(iter(states.values())) if len(states) == 1 else None)
 
+    def resumed_from(self, saved: StreamState) -> StreamConfig:
+        """The config of a stream that was given a state to continue from: it counts as `resume_from` does."""
+        return replace(self, resume_states={"": saved})
+
+    def begun_at(self, epoch: int, *, restart: bool) -> StreamConfig:
+        """The config of a stream that was told to begin at an epoch; a state inside of that epoch stays, unless to restart."""
+        states = {
+            name: saved
+            if saved.epoch == epoch and not restart
+            else replace(saved, epoch=epoch, samples_consumed_per_split=0, partial=None, listed=None)
+            for name, saved in self.resume_states.items()
+        }
+        return replace(self, epoch=epoch, resume_states=states)
+
     def with_skipped(self, skipped: SkippedCycles) -> StreamConfig:
         """The config with the skips of a loaded state added."""
         return replace(self, skipped=join_skipped(self.skipped, skipped))

@@ -23,6 +23,7 @@ from ray_lance_stream.epoch_versions import EpochVersions, newest_version
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.pin import PinnedAs
 from ray_lance_stream.planner import PlanBook
+from ray_lance_stream.rank_passes import PassConflict
 from ray_lance_stream.reader import start_reader
 from ray_lance_stream.row_lists import RowLists
 from ray_lance_stream.shelf import Owner, Reader, ReaderShelf, StageShelf, Worker
@@ -164,17 +165,19 @@ class StreamCoordinator:
                 self._epochs = EpochVersions(KeptByCluster("ray_lance_stream.epoch_versions"))
             return self._epochs
 
-    def register_pass(self, attempt: Attempt, rank: int, turn: Turn, start: PassStart) -> tuple[int, PassStart] | None:
+    def register_pass(
+        self, attempt: Attempt, rank: int, turn: Turn, start: PassStart
+    ) -> tuple[int, PassStart] | PassConflict | None:
         """See AttemptBook.register_pass."""
         with self._lock:
             return self._book.register_pass(attempt, rank, turn, start)
 
     @actor_method(max_task_retries=0)
-    def record(self, attempt: Attempt, rank: int, progress: RankProgress) -> None:
+    def record(self, attempt: Attempt, rank: int, progress: RankProgress) -> PassConflict | None:
         """See AttemptBook.record."""
         with self._lock:
-            self._book.record(attempt, rank, progress)
             self._touch(attempt.attempt_id, rank)
+            return self._book.record(attempt, rank, progress)
 
     @actor_method(max_task_retries=0)
     def alive(self, attempt_id: str, rank: int) -> None:

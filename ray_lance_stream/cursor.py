@@ -30,6 +30,10 @@ class Position:
     cycle: int = 0
     partial_rows: int = 0
 
+    def __str__(self) -> str:
+        more = f" and {self.partial_rows} rows" if self.partial_rows else ""
+        return f"epoch {self.epoch}, samples_consumed_per_split {self.cycle}{more}"
+
 
 @dataclass(frozen=True)
 class ChunkSpan:
@@ -203,13 +207,14 @@ class _Place:
 class Cursor:
     """The position of one shard, moved by received rows.
 
-    | now  | begin()          | received all | leave() | set_epoch(e) | load(p)  |
-    | ---- | ---------------- | ------------ | ------- | ------------ | -------- |
-    | OPEN | LIVE at position | -            | OPEN    | OPEN (e, 0)* | OPEN (p) |
-    | LIVE | LIVE, epoch + 1  | OPEN e + 1   | LEFT**  | OPEN (e, 0)  | error    |
-    | LEFT | LIVE, epoch + 1  | -            | LEFT    | OPEN (e, 0)  | OPEN (p) |
+    | now  | begin()          | received all | leave() | set_epoch(e) | resume() | load(p)  |
+    | ---- | ---------------- | ------------ | ------- | ------------ | -------- | -------- |
+    | OPEN | LIVE at position | -            | OPEN    | OPEN (e, 0)* | error    | OPEN (p) |
+    | LIVE | LIVE, epoch + 1  | OPEN e + 1   | LEFT**  | OPEN (e, 0)  | error    | error    |
+    | LEFT | LIVE, epoch + 1  | -            | LEFT    | OPEN (e, 0)  | OPEN     | OPEN (p) |
 
-    * an open position inside epoch e stays: `set_epoch(shard.epoch)` after a resume must not undo the resume.
+    * an open position inside epoch e stays: `set_epoch(shard.epoch)` after a resume must not undo the resume; with
+      `restart` it does not stay.
     ** OPEN at its start if no row was received: a pass that delivered nothing takes no epoch.
 
     A *source* is what rows are of, a version of the table: kept here, so that it and the position can be asked for as one.
@@ -247,6 +252,12 @@ class Cursor:
         return place.walk.start.epoch, place.walk.done_after(place.rows)
 
     @property
+    def progress(self) -> tuple[int, Position, bool] | None:
+        """(rows received, where the loop is, whether these are all rows) of the newest pass; None once a place was set."""
+        place = self._place
+        return None if place.walk is None else (place.rows, place.position, place.rows >= place.walk.num_rows)
+
+    @property
     def next_start(self) -> Position:
         """Where the next pass begins."""
         place = self._place
@@ -264,18 +275,44 @@ class Cursor:
         phase = _Pass.OPEN if place.rows + rows >= place.walk.num_rows else place.phase
         self._place = replace(place, phase=phase, rows=place.rows + rows)
 
-    def leave(self) -> None:
-        """The running pass has ended: before its last row the loop broke out, and before its first one it took nothing."""
-        if self.live:
-            self._place = replace(self._place, phase=_Pass.LEFT if self._place.rows else _Pass.OPEN)
+    def leave(self) -> bool:
+        """The running pass has ended: before its last row the loop broke out, and before its first one it took nothing.
 
-    def set_epoch(self, epoch: int) -> None:
-        """The next pass is epoch `epoch`; keeps an open position inside that epoch."""
+        Returns:
+            Whether it took nothing, so that the next pass begins where this one did.
+        """
+        place = self._place
+        if not self.live or place.walk is None:
+            return False
+        self._place = replace(place, phase=_Pass.LEFT if place.rows else _Pass.OPEN)
+        return not place.rows and place.walk.num_rows > 0
+
+    def set_epoch(self, epoch: int, *, restart: bool = False) -> None:
+        """The next pass is epoch `epoch`; keeps an open position inside that epoch, unless it is to restart."""
         self.moves += 1
         place = self._place
-        if place.phase is _Pass.OPEN and place.position.epoch == epoch:
+        if place.phase is _Pass.OPEN and place.position.epoch == epoch and not restart:
             return
         self._place = _Place(_Pass.OPEN, Position(epoch), place.received_source)
+
+    def resume(self) -> None:
+        """The next pass resumes the epoch that the loop has left.
+
+        Raises:
+            IterationError: a pass is running, or none was left.
+        """
+        place = self._place
+        if self.live:
+            raise IterationError(
+                "resume_epoch() comes after a break, but an iterator of this shard is live; close() it first"
+            )
+        if place.phase is not _Pass.LEFT:
+            raise IterationError(
+                f"resume_epoch() comes after a break, but no epoch was left: the next pass begins at {place.position}; use "
+                "set_epoch(epoch) for another epoch, and set_epoch(epoch, restart=True) for its beginning"
+            )
+        self.moves += 1
+        self._place = _Place(_Pass.OPEN, place.position, place.received_source)
 
     def load(self, position: Position, source: Any = None) -> None:
         """Continue from a saved position behind rows of `source`.

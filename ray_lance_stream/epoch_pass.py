@@ -54,7 +54,7 @@ class EpochPass(DataIterator):
         self.drop_last = drop_last
         self._types: dict[str, pa.DataType] = {}  # of the columns that transforms make
         self._to_tensors: TensorCollateFn | None = None
-        self._count_batches = True
+        self.counts_rows = False  # in place of batches or blocks
         self._walk: EpochWalk | None = None
         self._window: ReadWindow | None = None
         self._batch_iterator: ShardBatchIterator | None = None
@@ -67,7 +67,7 @@ class EpochPass(DataIterator):
         """Batches as Ray makes them."""
         collate_fn = unpinned(kwargs.get("_collate_fn"))
         self._to_tensors = collate_fn if isinstance(collate_fn, TensorCollateFn) else None
-        size: Any = self.batch_size if self._count_batches else None  # Ray's annotation leaves out its own None
+        size: Any = None if self.counts_rows else self.batch_size  # Ray's annotation leaves out its own None
         running: Any = iter(super()._iter_batches(batch_size=size, drop_last=self.drop_last, **kwargs))
         self._running = running
         try:
@@ -80,6 +80,7 @@ class EpochPass(DataIterator):
             original = passed.original
             raise original from original.__cause__
         self._check_complete()  # Ray's iterator also ends when close() ends it
+        self._shard._check_together()
 
     def rows(
         self, rows_of: Callable[[Any], Iterator[dict[str, Any]]] = block_rows, prefetch_batches: int = 1
@@ -90,11 +91,12 @@ class EpochPass(DataIterator):
             rows_of: the rows of a block.
             prefetch_batches: blocks that Ray holds ready.
         """
-        self._count_batches = False
+        self.counts_rows = True
         with closing(self.batches(batch_format=None, prefetch_batches=prefetch_batches)) as blocks:
             for block in blocks:
                 for row in rows_of(block):
-                    self._received(1)
+                    self._prepare(1)
+                    self._shard._received(1)
                     yield row
 
     def bundles(self) -> Iterator[RefBundle]:
@@ -106,9 +108,11 @@ class EpochPass(DataIterator):
                 block = self._fetch(ref)
                 if block is None:
                     break
+                bundle = ref_bundle(ray.put(block), info.num_rows, info.size_bytes)
+                self._prepare(info.num_rows)
                 self._given_rows += info.num_rows
-                self._received(info.num_rows)
-                yield ref_bundle(ray.put(block), info.num_rows, info.size_bytes)
+                self._shard._received(info.num_rows)
+                yield bundle
             self._check_complete()
         finally:
             self._on_iteration_end(None)
@@ -125,6 +129,7 @@ class EpochPass(DataIterator):
         self._batch_iterator = ShardBatchIterator(
             ref_bundles_iter,
             fetch=self._fetch,
+            before_batch=self._before_batch,
             on_batch=self._on_batch,
             on_end=self._check_complete,
             context=self._shard.get_context(),
@@ -195,20 +200,24 @@ class EpochPass(DataIterator):
         self._types = self._types or dict(zip(block.schema.names, block.schema.types, strict=True))
         return block
 
+    def _before_batch(self, rows: int) -> None:
+        if not self.counts_rows:
+            self._prepare(rows)
+
     def _on_batch(self, rows: int) -> None:
         self._given_rows += rows
-        if self._count_batches:
-            self._received(rows)
+        if not self.counts_rows:
+            self._shard._received(rows)
 
-    def _received(self, rows: int) -> None:
+    def _prepare(self, rows: int) -> None:
+        """What may fail or take time comes before rows are counted: a batch that is counted is handed out."""
         use_ray()
         if self._shard._pass is not self:
             raise IterationError(ENDED)
         assert self._window is not None
         assert self._walk is not None
-        has_let_go = self._window.received(rows)
-        self._shard._received(rows)
-        self._shard._read_ahead(self._window, self._walk, has_let_go)
+        self._shard._report_in_time()
+        self._shard._read_ahead(self._window, self._walk, has_room=self._window.received(rows))
 
     @property
     def walk(self) -> EpochWalk | None:
@@ -241,4 +250,4 @@ def _bundle(chunk: tuple[ray.ObjectRef, ChunkInfo]) -> RefBundle:
 def _end_running() -> None:
     """Before Ray shuts down, which it does at exit too: an iterator that Python ends later finds Ray gone and says so."""
     for each in list(_running):
-        each._shard._end_pass(each)
+        each._shard._end_pass(each, is_left=False)

@@ -7,6 +7,7 @@ Ray actor and shown on the driver. Messages never hold storage options.
 from __future__ import annotations
 
 import pickle
+import sys
 from typing import Any
 
 MAX_SHOWN_CHARS = 1000
@@ -71,6 +72,14 @@ class TransformError(StreamError, RuntimeError):
 
 class UnpicklableError(Exception):
     """Stands for an exception of users' code that cannot go to another process: its type and text."""
+
+
+def is_failing() -> bool:
+    """Whether an error is being handled in this thread, other than one that ends an iterator."""
+    error = sys.exc_info()[1]
+    while isinstance(error, (GeneratorExit, StopIteration)):
+        error = error.__context__
+    return error is not None
 
 
 class IterationError(StreamError, RuntimeError):

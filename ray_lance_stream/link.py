@@ -5,23 +5,24 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
 from ray_lance_stream import train
-from ray_lance_stream.attempts import Attempt, PassStart, RankProgress, StepSize
+from ray_lance_stream.attempts import Attempt, PassStart, RankProgress, Turn
 from ray_lance_stream.config import ReadPlan, RowList
 from ray_lance_stream.error_transport import raise_original
 from ray_lance_stream.errors import ConfigError, ReadError
 from ray_lance_stream.forked import is_cut_off, use_ray
 from ray_lance_stream.meter import Meter
 from ray_lance_stream.pin import PinnedAs
+from ray_lance_stream.rank_passes import PassConflict, PassProgress
 from ray_lance_stream.shelf import Owner, Reader, Worker
-from ray_lance_stream.splits import SplitBlock, cycles_per_batch
-from ray_lance_stream.state import StreamIdentity, StreamState
+from ray_lance_stream.state import StreamState
 from ray_lance_stream.transform import Stage
 from ray_lance_stream.watch import TELL_AGAIN_S
 
@@ -29,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 TELL_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 60.0
+END_WAIT_S = 1.0
 # Other lists of one epoch are those of two releases: a coordinator that was restarted is on another node.
 ONE_RELEASE = "have the same release of lancedb on all nodes, and go on from the last checkpoint"
+PEEK = "look at rows on one rank with shard.peek(n), which moves nothing"
 
 
 class CoordinatorLink:
@@ -61,7 +64,7 @@ class CoordinatorLink:
         self._meter = meter
         self._stall_warn_s = stall_warn_s
         self._told_s = 0.0
-        self._passes = {True: 0, False: 0}  # by whether they have batches
+        self._answer: ray.ObjectRef | None = None  # to the newest report
 
     def prepare_reader(self) -> None:
         """Have the first reader started, or handed on from an attempt that has ended; waits for nothing."""
@@ -120,37 +123,18 @@ class CoordinatorLink:
         )
         return asked.future()
 
-    def agree_on_pass(
-        self,
-        epoch: int,
-        identity: StreamIdentity,
-        listed: str | None,
-        block: SplitBlock,
-        batch_size: int | None,
-        drop_last: bool,
-    ) -> None:
-        """Register what this rank reads in an epoch, and how it steps: ranks must do alike, or a collective would hang.
-
-        Args:
-            epoch: which epoch.
-            identity: what fixes the rows.
-            listed: fingerprint of the list of the epoch, where the order is listed.
-            block: splits of this rank.
-            batch_size: rows per batch; None: it does not step.
-            drop_last: see batch_size.
+    def agree_on_pass(self, turn: Turn, start: PassStart) -> None:
+        """Register what this rank begins a pass with: ranks must do alike, or a collective would hang.
 
         Raises:
-            ConfigError: an earlier rank of this attempt reads other rows, or steps differently; names both.
+            ConfigError: another rank of this attempt reads other rows, steps differently, begins elsewhere or left a pass at
+                another step; names both.
         """
-        step = None
-        if batch_size is not None:
-            step = StepSize(str(cycles_per_batch(batch_size, block)), drop_last, batch_size, block.size)
-        self._passes[step is not None] += 1
-        turn = (epoch, self._passes[True] if step is not None else -self._passes[False])
-        start = PassStart(identity, step, listed)
         other = self._ask("register_pass", self._named(), self._rank, turn, start)
+        if isinstance(other, PassConflict):
+            self._refuse_conflict(other)
         if other is not None:
-            self._refuse_pass(epoch, start, *other)
+            self._refuse_pass(turn[0], start, *other)
 
     def _refuse_pass(self, epoch: int, mine: PassStart, rank: int, theirs: PassStart) -> None:
         where = f"in epoch {epoch} of stream {self._name!r} rank {self._rank}"
@@ -177,18 +161,75 @@ class CoordinatorLink:
             "shard.local_batch_size(global_batch_size) on every rank"
         )
 
+    def _refuse_conflict(self, found: PassConflict) -> NoReturn:
+        pass_of = f"pass {abs(found.mine.number)} over stream {self._name!r}"
+        if found.is_at_start:
+            mine, theirs = found.mine.start, found.theirs.start
+            raise ConfigError(
+                f"all ranks must begin a pass at the same place, but in {pass_of} rank {self._rank} begins at {mine} and rank "
+                f"{found.rank} at {theirs}; load the same state or call the same set_epoch or resume_epoch on every rank, and "
+                f"{PEEK}"
+            )
+        ranks = sorted([(found.mine, self._rank), (found.theirs, found.rank)], key=lambda each: each[0].steps or 0)
+        (first, first_rank), (other, other_rank) = ranks
+        unit = "batches" if first.number > 0 else "rows"
+        raise ConfigError(
+            f"all ranks must leave a pass at the same step, but rank {first_rank} left {pass_of} after {first.steps} {unit}, "
+            f"at {first.place}, and rank {other_rank} has received {other.steps} {unit} of it, up to {other.place}; break at "
+            f"the same step on every rank, and {PEEK}"
+        )
+
     def is_time_to_tell(self) -> bool:
         """Whether the coordinator has not been told for a while."""
         return time.monotonic() - self._told_s > TELL_INTERVAL_S
 
-    def tell(self, state: StreamState) -> None:
-        """Tell the coordinator and Ray's metrics where this rank is and what it has counted; waits for nothing."""
+    def tell(self, state: StreamState, passes: tuple[PassProgress, ...]) -> None:
+        """Report to the coordinator, and to Ray's metrics, where this rank is and what it has counted; waits for nothing."""
         if is_cut_off() or not ray.is_initialized():  # the latter: a pass that the interpreter ends as it exits
             return
         self._told_s = time.monotonic()
         tally, attempt = self._meter.tally(), self._named()
         self._meter.export(tally, state, {"stream": self._name, "rank": str(self._rank), "run": attempt.run})
-        self._coordinator.record.remote(attempt, self._rank, RankProgress(state, tally, attempt.world_size))
+        answer: ray.ObjectRef = self._coordinator.record.remote(
+            attempt, self._rank, RankProgress(state, tally, passes, attempt.world_size)
+        )
+        self._answer = answer if passes and attempt.world_size > 1 else None
+
+    def check_together(self) -> None:
+        """Look at the answer to the newest report, if it is there; waits for nothing.
+
+        Raises:
+            ConfigError: this rank and another one have not left a pass at the same step.
+        """
+        found = self._answered(0)
+        if found is not None and found.settles_in_s <= 0:
+            self._refuse_conflict(found)
+
+    def check_together_at_end(self, tell: Callable[[], None]) -> None:
+        """As `check_together`, once a pass is over: waits for the answer, and for a rank that may still go back.
+
+        Args:
+            tell: reports again.
+        """
+        found = self._answered(END_WAIT_S)
+        if found is None:
+            return
+        if found.settles_in_s > 0:
+            time.sleep(found.settles_in_s)
+            tell()
+            found = self._answered(END_WAIT_S)
+        if found is not None and found.settles_in_s <= 0:
+            self._refuse_conflict(found)
+
+    def _answered(self, timeout_s: float) -> PassConflict | None:
+        answer, self._answer = self._answer, None
+        if answer is None or not ray.is_initialized():
+            return None
+        try:
+            found: PassConflict | None = ray.get(answer, timeout=timeout_s)
+        except ray.exceptions.RayError:  # not there yet, or lost with the coordinator: the next report has another one
+            return None
+        return found
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
         use_ray()

@@ -99,10 +99,10 @@ class LoaderPass:
         shard._stats.iter_total_blocked_s.add(came_s - asked_s)
         if self._handed_out_s is not None:
             shard._stats.iter_user_s.add(asked_s - self._handed_out_s)
-        rows = self._all.num_rows(self._received)
-        self._received += 1
-        shard._received(rows)
         self._handed_out_s = time.perf_counter()
+        shard._report_in_time()
+        shard._received(self._all.num_rows(self._received))
+        self._received += 1
 
     @property
     def is_complete(self) -> bool:
@@ -114,6 +114,10 @@ class LoaderPass:
         is_running = self._shard._pass is self
         self._shard._end_pass(self)
         return is_running
+
+    def check_together(self) -> None:
+        """See StreamShard._check_together."""
+        self._shard._check_together()
 
     def close(self) -> None:
         """Let the workers go, unless their loader keeps them; these wait for no read of the pass any more."""
@@ -135,7 +139,8 @@ class _Batches:
         try:
             return self._running.next()
         except StopIteration:
-            self._running.end()
+            if self._running.end():
+                self._running.check_together()
             raise
         except BaseException:
             if self._running.end():
@@ -251,9 +256,13 @@ class StreamDataLoader(DataLoader[Any]):
         """The epoch that the next pass, or the running one, belongs to."""
         return self._stream.epoch
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int, *, restart: bool = False) -> None:
         """See `StreamShard.set_epoch`; not needed for epochs one after another."""
-        self._stream.set_epoch(epoch)
+        self._stream.set_epoch(epoch, restart=restart)
+
+    def resume_epoch(self) -> None:
+        """See `StreamShard.resume_epoch`."""
+        self._stream.resume_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop as JSON values; see `StreamShard.state_dict`."""

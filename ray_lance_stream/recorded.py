@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.epoch_versions import newest_version
-from ray_lance_stream.errors import ConfigError, StateMismatchError, VersionNotFoundError
+from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError, VersionNotFoundError
+from ray_lance_stream.lancedb_state import from_lancedb_state, is_lancedb_state
+from ray_lance_stream.planner import PlanBook
 from ray_lance_stream.state import StreamIdentity, StreamState, check_fits
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,36 @@ def recorded_plan(
             else "; the state is of an older release and tells no more of it than its number of rows",
         )
     return found
+
+
+def plan_to_resume(plan: ReadPlan, state: Mapping[str, Any], config: StreamConfig) -> tuple[ReadPlan, StreamState]:
+    """What the driver's stream continues with from a state that it is given: the plan, and the state.
+
+    Args:
+        plan: of the driver, at any version.
+        state: of this library, or of a StreamingDataset.
+        config: of the stream.
+
+    Raises:
+        StateError: malformed, or this is an evaluation stream; see also `recorded_plan`.
+    """
+    refuse_evaluation(config)
+    if is_lancedb_state(state):
+        saved = from_lancedb_state(state, plan.identity(config.replicas), config.global_batch_size)
+    else:
+        saved = StreamState.from_dict(state)
+    plans = PlanBook()
+
+    def plan_at(version: int) -> ReadPlan:
+        return plan if version == plan.table.version else plans.at(plan, version)
+
+    return recorded_plan(plan, saved, config, plan_at), saved
+
+
+def refuse_evaluation(config: StreamConfig) -> None:
+    """Raises StateError for a stream that is never resumed."""
+    if config.evaluation:
+        raise StateError("a stream with evaluation=True is never resumed; make it without evaluation=True")
 
 
 def opens_an_epoch(saved: StreamState) -> bool:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray_lance_stream import train
+from ray_lance_stream.attempts import PassStart, StepSize
 from ray_lance_stream.config import ReadPlan, StreamConfig
 from ray_lance_stream.cursor import Cursor, EpochWalk, Position
 from ray_lance_stream.epoch_plans import EpochPlans
-from ray_lance_stream.errors import IterationError, StateError, StateMismatchError
+from ray_lance_stream.errors import IterationError, StateMismatchError
 from ray_lance_stream.lancedb_order import made_by
 from ray_lance_stream.lancedb_state import from_lancedb_state, is_lancedb_state
 from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.listed_plans import ListedPlans
-from ray_lance_stream.recorded import opens_an_epoch, recorded_plan
+from ray_lance_stream.rank_passes import RankPasses
+from ray_lance_stream.recorded import opens_an_epoch, recorded_plan, refuse_evaluation
 from ray_lance_stream.splits import SplitBlock
 from ray_lance_stream.state import ListedEpoch, PartialCycle, StreamIdentity, StreamState
 
@@ -60,6 +62,7 @@ class StreamPosition:
         self._link = link
         self.lists = ListedPlans(name, link, then_next=not (config.evaluation or config.takes_up_versions))
         self._cursor: Cursor | None = None
+        self._passes = RankPasses()
         self.handed_out: object = None
 
     def cursor(self) -> Cursor:
@@ -91,7 +94,7 @@ class StreamPosition:
         Raises:
             IterationError: that is not known.
         """
-        self._check_is_known()
+        self.check_is_known()
         position, source = self.cursor().where
         return StreamState(
             identity=source.identity,
@@ -102,6 +105,12 @@ class StreamPosition:
             skipped=self.config.skipped,
             listed=source.listed,
         )
+
+    @property
+    def has_delivered(self) -> bool:
+        """Whether the loop has received rows since the place was last set."""
+        progress = None if self._cursor is None else self._cursor.progress
+        return progress is not None and progress[0] > 0
 
     def plan_from(self, start: Position) -> ReadPlan:
         """What a pass reads that begins at `start`; an epoch that takes up a version is asked for, and planned.
@@ -118,31 +127,80 @@ class StreamPosition:
         plan = self._epochs.ahead(epoch) if self.config.takes_up_versions else self.plan
         return None if plan is None else self.lists.soon(plan, epoch)
 
-    def begin(self, plan: ReadPlan, walk: EpochWalk, batch_size: int | None, drop_last: bool) -> None:
-        """Begin a pass, once it goes together with those of the other ranks; `plan` with the list of its epoch.
+    def begin(
+        self, plan: ReadPlan, walk: EpochWalk, batch_size: int | None, drop_last: bool, step_rows: int | None = None
+    ) -> None:
+        """Begin a pass, once it goes together with those of the other ranks.
+
+        Args:
+            plan: with the list of its epoch.
+            walk: the pass.
+            batch_size: rows per batch; None: it does not step.
+            drop_last: leave out a last batch that is not whole.
+            step_rows: rows after which all ranks are at the same step; None: there are no such.
 
         Raises:
-            ConfigError: another rank reads other rows, or steps differently.
+            ConfigError: another rank reads other rows, steps differently, or begins elsewhere.
         """
-        source = self._agreed(plan, walk, batch_size, drop_last)
+        source = self._agreed(plan, walk, batch_size, drop_last, step_rows)
         self.plan = plan.unlisted()
         self.cursor().begin(walk, source)
 
+    def leave(self, *, is_left: bool) -> None:
+        """The running pass has ended.
+
+        Args:
+            is_left: whether the loop has left it, if that is before its last row; False: it has failed, which other ranks
+                must not be blamed for.
+        """
+        if self.cursor().leave():
+            self._passes.take_back()
+        else:
+            self._note(is_left)
+        self.tell()
+
     def hand_out(self, plan: ReadPlan, walk: EpochWalk, batch_size: int, drop_last: bool) -> None:
         """A pass is delivered where this shard does not see it; arguments and errors as `begin`."""
-        self._agreed(plan, walk, batch_size, drop_last)
+        self._agreed(plan, walk, batch_size, drop_last, None)
         self.handed_out = object()
 
-    def _agreed(self, plan: ReadPlan, walk: EpochWalk, batch_size: int | None, drop_last: bool) -> _Source:
-        self._check_is_known()
+    def set_epoch(self, epoch: int, *, restart: bool) -> None:
+        """See Cursor.set_epoch."""
+        self.cursor().set_epoch(epoch, restart=restart)
+        self.handed_out = None
+        self._moved()
+
+    def resume_epoch(self) -> None:
+        """See Cursor.resume."""
+        self.check_is_known()
+        self.cursor().resume()
+        self._moved()
+
+    def _moved(self) -> None:
+        """The place was set: a rank that has looked at rows and goes back says so."""
+        if self._passes.go_to(self.cursor().next_start):
+            self.tell()
+
+    def _agreed(
+        self, plan: ReadPlan, walk: EpochWalk, batch_size: int | None, drop_last: bool, step_rows: int | None
+    ) -> _Source:
+        self.check_is_known()
         identity, listed = self._identity(plan), None
         if plan.listed is not None and plan.listed.epoch is not None:
             listed = ListedEpoch(walk.start.epoch, plan.listed.fingerprint, made_by())
+        step = None if batch_size is None else StepSize.of(batch_size, drop_last, walk.block)
+        begun = self._passes.next(walk.start, walk.block.size, has_batches=step is not None)
+        self._passes.close()
         fingerprint = None if listed is None else listed.fingerprint
-        self._link.agree_on_pass(walk.start.epoch, identity, fingerprint, walk.block, batch_size, drop_last)
+        start = PassStart(identity, step, fingerprint)
+        if not self.config.evaluation:
+            start = replace(start, begun=begun, before=self._passes.reported)
+        self._link.agree_on_pass((walk.start.epoch, begun.number), start)
+        self._passes.begin(begun, step_rows)
         return _Source(identity, listed)
 
-    def _check_is_known(self) -> None:
+    def check_is_known(self) -> None:
+        """Raises IterationError where the position cannot be known here."""
         if self.handed_out is not None and not self.config.evaluation:
             raise IterationError(
                 f"where the loop over stream {self._name!r} is cannot be known here, since a plain DataLoader with workers "
@@ -160,7 +218,7 @@ class StreamPosition:
 
     def digest(self, block: SplitBlock) -> int:
         """The digest of the rows of a block that the newest pass has delivered, in whole cycles; errors as `state`."""
-        self._check_is_known()
+        self.check_is_known()
         epoch, ranges = self.cursor().done
         if not ranges:
             return 0
@@ -174,9 +232,16 @@ class StreamPosition:
         return StreamState.from_dict(state)
 
     def tell(self) -> None:
-        """Tell the coordinator where this shard is, if that is known; waits for nothing."""
+        """Report to the coordinator where this shard is, if that is known; waits for nothing."""
         if self.handed_out is None:
-            self._link.tell(self.state())
+            if self.cursor().live:
+                self._note(is_left=False)
+            self._link.tell(self.state(), () if self.config.evaluation else self._passes.reported)
+
+    def _note(self, is_left: bool) -> None:
+        if (progress := self.cursor().progress) is not None:
+            rows, place, is_complete = progress
+            self._passes.note(rows, place, "complete" if is_complete else "left" if is_left else "running")
 
     def load(self, saved: StreamState) -> None:
         """Continue from a state, at the table version that it records, or at an epoch that takes up one.
@@ -187,8 +252,7 @@ class StreamPosition:
             StateMismatchError: another row order.
             VersionNotFoundError: the recorded version is gone.
         """
-        if self.config.evaluation:
-            raise StateError("a stream with evaluation=True is never resumed; make it without evaluation=True")
+        refuse_evaluation(self.config)
         cursor = self._cursor or Cursor(Position(0))
         cursor.check_not_live()
         plan = recorded_plan(self._pinned, saved, self.config, self._plan_at)
@@ -200,6 +264,7 @@ class StreamPosition:
         cursor.load(self._position_of(saved), _Source(self._source_of(saved, plan), saved.listed))
         self._cursor = cursor
         self.handed_out = None
+        self._moved()
 
     def _plan_at(self, version: int) -> ReadPlan:
         if version == self._pinned.table.version:

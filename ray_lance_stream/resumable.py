@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ray_lance_stream import train
-from ray_lance_stream.config import at_least
+from ray_lance_stream.config import StreamConfig, at_least
 from ray_lance_stream.cursor import Cursor
 from ray_lance_stream.restore import StreamPosition
 from ray_lance_stream.state import StreamState
@@ -26,6 +26,7 @@ class Resumable:
     name: str
     world_rank: int
     _attempt: Attempt
+    _config: StreamConfig
     _position: StreamPosition
     _pass: EpochPass | LoaderPass | None
 
@@ -42,17 +43,33 @@ class Resumable:
         cursor = self._restore()
         return cursor.position.epoch if cursor.live else cursor.next_start.epoch
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next pass epoch `epoch`; ends a running pass.
+    def set_epoch(self, epoch: int, *, restart: bool = False) -> None:
+        """Make the next pass epoch `epoch`; ends a running pass. Call it on every rank alike.
 
-        Where the open position already lies in that epoch, as after a resume, it stays.
+        Args:
+            epoch: from 0.
+            restart: begin the epoch at its start, even where the open position lies in it, as after a resume: without it
+                that position stays.
+
+        Raises:
+            ConfigError: no such epoch.
         """
         at_least("epoch", epoch, 0)
-        cursor = self._restore()
+        self._restore()
         if self._pass is not None:
             self._end_pass(self._pass)
-        cursor.set_epoch(epoch)
-        self._position.handed_out = None
+        self._position.set_epoch(epoch, restart=restart)
+        self._config = self._config.begun_at(epoch, restart=restart)
+
+    def resume_epoch(self) -> None:
+        """After a `break`, stay in this epoch: the next pass resumes where the loop has left it. Call it on every rank alike.
+
+        Raises:
+            IterationError: a pass runs, or none was left before its last row.
+        """
+        self._restore()
+        self._position.resume_epoch()
+        self._config = self._config.resumed_from(self.state())
 
     def digest(self) -> int:
         """A number in [0, 2**64) for the rows that the newest pass has delivered to this rank, in whole cycles.
@@ -92,7 +109,9 @@ class Resumable:
             StateMismatchError: the state belongs to another row order.
             IterationError: an iterator of this shard is live.
         """
-        self._position.load(self._position.read(state))
+        saved = self._position.read(state)
+        self._position.load(saved)
+        self._config = self._config.resumed_from(saved)
 
     @property
     def _moves(self) -> int:

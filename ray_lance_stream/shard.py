@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.data import DataContext, Schema
 
 from ray_lance_stream import train
-from ray_lance_stream._ray import DatasetStats, as_iterable
+from ray_lance_stream._ray import DatasetStats, as_iterable, block_rows
 from ray_lance_stream.attempts import Attempt
 from ray_lance_stream.batching import BATCH_SIZE_OF_STREAM, BatchSizeRule, StreamSizedIterator, refuse_local_shuffle
-from ray_lance_stream.columns import batch_schema
-from ray_lance_stream.config import ReadPlan, StreamConfig
+from ray_lance_stream.columns import batch_schema, with_tensor_columns
+from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.cursor import EpochWalk, Position
 from ray_lance_stream.epoch_pass import EpochPass
+from ray_lance_stream.errors import is_failing
 from ray_lance_stream.forked import is_cut_off, use_ray
 from ray_lance_stream.line import with_chunks_for_stages
 from ray_lance_stream.link import CoordinatorLink
@@ -32,6 +35,8 @@ from ray_lance_stream.window import ReadWindow
 
 if TYPE_CHECKING:
     from ray_lance_stream.loader import LoaderPass
+
+logger = logging.getLogger(__name__)
 
 RUNTIME = ("_position", "_pass", "_stats", "_link", "_supply", "_batch_rule", "_meter")
 
@@ -87,15 +92,23 @@ class StreamShard(NoLoader, StreamSizedIterator, Resumable):
         lists = self._position.lists
         self._supply = ChunkSupply(self._config, self.name, self.world_rank, world, self._link, self._meter, lists)
         is_first = self.world_rank == 0  # ranks would say the same, and so would the attempts of a run
+        attempt = train.current_attempt()
         self._batch_rule = BatchSizeRule(
             self._share,
             self._config.global_batch_size,
             is_elastic=self._is_elastic,
             says=is_first,
-            says_default=is_first and train.attempt_checkpoint() is None,
+            says_default=is_first and (attempt is None or attempt.started_from is None),
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._position.has_delivered and not self.evaluation:
+            logger.warning(
+                "stream %r, rank %d: a copy of a shard begins where the shard was told to begin, not where its loop is; "
+                "load_state_dict(shard.state_dict()) on the copy resumes there",
+                self.name,
+                self.world_rank,
+            )
         return {key: value for key, value in self.__dict__.items() if key not in RUNTIME}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -230,12 +243,37 @@ class StreamShard(NoLoader, StreamSizedIterator, Resumable):
         cursor = self._restore()
         return self._position.plan if cursor.live else self._position.plan_from(cursor.next_start)
 
+    def peek(self, n: int = 1) -> list[dict[str, Any]]:
+        """The next rows that this rank is going to receive, as `iter_rows` gives them, without moving the position.
+
+        Rows of the running pass that the loop has not received yet, else the first ones of the next pass. Needs no other
+        rank and moves none, unlike a loop that is left after a first batch.
+
+        Args:
+            n: rows, at least 1.
+
+        Returns:
+            n rows as dicts by column; fewer where the pass has fewer left.
+
+        Raises:
+            ConfigError: n is no positive int.
+            StreamError: the rows cannot be read or transformed.
+        """
+        at_least("n", n, 1)
+        cursor = self._restore()
+        self._position.check_is_known()
+        start = cursor.position if cursor.live else cursor.next_start
+        plan = self._position.with_list(self._plan_of_next(), start.epoch)
+        blocks = self._supply.first_blocks(plan, self._walk(start, plan), n)
+        return list(islice(chain.from_iterable(block_rows(with_tensor_columns(block)) for block in blocks), n))
+
     # ---- called by a pass
 
     def _begin_pass(self, new: EpochPass) -> tuple[EpochWalk, ReadWindow]:
         """End the pass before, move to where the next one starts and return its walk and its window."""
         plan, walk = self._next_pass(new.batch_size, new.drop_last)
-        self._position.begin(plan, walk, new.batch_size, new.drop_last)
+        step_rows = new.batch_size or (1 if new.counts_rows and self._share.is_even else None)
+        self._position.begin(plan, walk, new.batch_size, new.drop_last, step_rows)
         self._pass = new
         return walk, self._supply.take(plan, walk)
 
@@ -247,7 +285,7 @@ class StreamShard(NoLoader, StreamSizedIterator, Resumable):
 
     def _begin_loader_pass(self, new: LoaderPass) -> None:
         """As `_begin_pass`, of a pass that DataLoader workers read."""
-        self._position.begin(new.plan, new.walk, new.batch_size, new.drop_last)
+        self._position.begin(new.plan, new.walk, new.batch_size, new.drop_last, new.batch_size)
         self._pass = new
 
     def _next_pass(self, batch_size: int | None, drop_last: bool) -> tuple[ReadPlan, EpochWalk]:
@@ -260,21 +298,40 @@ class StreamShard(NoLoader, StreamSizedIterator, Resumable):
         walk = self._walk(cursor.next_start, plan, batch_size, drop_last)
         return self._position.with_list(plan, walk.start.epoch), walk
 
-    def _received(self, rows: int) -> None:
-        self._position.cursor().received(rows)
-        self._meter.received(rows)
+    def _report_in_time(self) -> None:
+        """Report the position about once a second, before the loop receives a batch: what fails here must lose none.
+
+        Raises:
+            ConfigError: this rank and another one have not left a pass at the same step.
+        """
         if self._link.is_time_to_tell():
+            self._link.check_together()
             self._position.tell()
 
-    def _read_ahead(self, running: ReadWindow, walk: EpochWalk, has_room: bool) -> None:
-        """Go on with the next pass where the running one has let a chunk go; called for every batch, and every row."""
-        if running.all_sent and (has_room or self._supply.ahead.window is None) and self._supply.may_read_ahead:
-            plan = self._position.plan_ahead(walk.start.epoch + 1)
-            if plan is not None:
-                next_walk = partial(self._walk, Position(walk.start.epoch + 1), plan, walk.batch_size, walk.drop_last)
-                self._supply.read_ahead(running, plan, next_walk)
+    def _received(self, rows: int) -> None:
+        """Count rows, as the very last thing before the loop receives them."""
+        self._meter.received(rows)
+        self._position.cursor().received(rows)
 
-    def _end_pass(self, ended: EpochPass | LoaderPass) -> None:
+    def _read_ahead(self, running: ReadWindow, walk: EpochWalk, has_room: bool) -> None:
+        """Read for the next pass where the running one has let a chunk go; called for every batch, and every row."""
+        ahead = self._supply.ahead
+        if running.all_sent and (has_room or ahead.window is None) and self._supply.may_read_ahead:
+            try:
+                plan = self._position.plan_ahead(walk.start.epoch + 1)
+                if plan is not None:
+                    next_walk = partial(
+                        self._walk, Position(walk.start.epoch + 1), plan, walk.batch_size, walk.drop_last
+                    )
+                    self._supply.read_ahead(running, plan, next_walk)
+            except (
+                Exception
+            ) as error:  # of any kind: the running pass does not need it, and the next one meets it again
+                logger.warning("stream %r: the next pass is not read ahead: %s", self.name, str(error))
+                ahead.give_up()
+
+    def _end_pass(self, ended: EpochPass | LoaderPass, *, is_left: bool = True) -> None:
+        """End a pass; with `is_left` False it ends with the process, and its loop has left nothing."""
         if self._pass is not ended:
             return
         self._pass = None
@@ -283,8 +340,11 @@ class StreamShard(NoLoader, StreamSizedIterator, Resumable):
         if not ended.is_complete:
             self._supply.ahead.drop()
         ended.close()
-        self._position.cursor().leave()
-        self._position.tell()
+        self._position.leave(is_left=is_left and not is_failing())
+
+    def _check_together(self) -> None:
+        """Once the loop has received a whole pass; see CoordinatorLink.check_together_at_end."""
+        self._link.check_together_at_end(self._position.tell)
 
     # ---- description
 

@@ -175,6 +175,11 @@ class RankShare:
         return cls(grid, split_block(grid.num_splits, data_world, data), data_world)
 
     @property
+    def is_even(self) -> bool:
+        """Whether all ranks have as many splits."""
+        return self.grid.num_splits % self.world_size == 0
+
+    @property
     def loss_weight(self) -> float:
         """k_r * W / S, 1 where W divides S."""
         return self.block.size * self.world_size / self.grid.num_splits

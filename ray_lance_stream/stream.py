@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from ray_lance_stream import train
 from ray_lance_stream._ray import local_mode_name, local_run
 from ray_lance_stream.aside import aside
 from ray_lance_stream.attempts import Attempt
-from ray_lance_stream.config import ReadPlan, StreamConfig
+from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.coordinator import start_coordinator
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.forked import use_ray
@@ -24,6 +24,7 @@ from ray_lance_stream.inspectable import Inspectable
 from ray_lance_stream.launcher import warn_of_ranks
 from ray_lance_stream.other_loaders import NoLoader, no_such_name
 from ray_lance_stream.pin import Pin, PinnedAs
+from ray_lance_stream.recorded import plan_to_resume
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.splits import data_rank, split_block
 from ray_lance_stream.transformable import Transformable
@@ -42,12 +43,12 @@ SHARD_METHODS = (
     "to_tf",
     "materialize",
     "schema",
-    "load_state_dict",
+    "peek",
+    "resume_epoch",
     "save_state",
     "state",
     "evaluation",
     "epoch",
-    "set_epoch",
     "digest",
     "num_rows",
     "num_batches",
@@ -166,6 +167,40 @@ class LanceStream(NoLoader, Transformable, Inspectable):
         shard = self._shard(Attempt(uuid.uuid4().hex, "", world_size, group=self._group), rank)
         warn_of_ranks(self.name or self._plan.table.identity, rank, world_size, self._config.evaluation)
         return shard
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin at a saved position, whoever iterates this stream: a trainer's workers, the shards of a split, or itself.
+
+        It counts as `resume_from` does: a worker group that starts again resumes from its own checkpoint. Inside of a
+        training function with `num_workers=0` it is `StreamShard.load_state_dict`, for this run alone.
+
+        Raises:
+            StateError: malformed, or this is an evaluation stream.
+            StateMismatchError: the state belongs to another row order.
+            VersionNotFoundError: the recorded version is gone.
+            IterationError: an iterator of this stream is live.
+        """
+        if local_run() is not None:
+            self._local_shard().load_state_dict(state)
+            return
+        if self._local is not None:
+            self._local.load_state_dict(state)
+        self._plan, saved = plan_to_resume(self._plan, state, self._config)
+        self._config = self._config.resumed_from(saved)
+
+    def set_epoch(self, epoch: int, *, restart: bool = False) -> None:
+        """Begin at an epoch, whoever iterates this stream; arguments and errors as `StreamShard.set_epoch`.
+
+        A worker group that starts again resumes from its own checkpoint. Inside of a training function with
+        `num_workers=0` it is `StreamShard.set_epoch`, for this run alone.
+        """
+        at_least("epoch", epoch, 0)
+        if local_run() is not None:
+            self._local_shard().set_epoch(epoch, restart=restart)
+            return
+        if self._local is not None:
+            self._local.set_epoch(epoch, restart=restart)
+        self._config = self._config.begun_at(epoch, restart=restart)
 
     def close(self) -> None:
         """End the coordinator and with it every reader of this stream; runs that still use it fail."""

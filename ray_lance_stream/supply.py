@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from ray_lance_stream.ahead import ReadAhead
 from ray_lance_stream.config import ReadPlan, StreamConfig
-from ray_lance_stream.cursor import ChunkSpan, EpochWalk
+from ray_lance_stream.cursor import ChunkSpan, EpochWalk, without
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.line import ChunkLine, StageActors, StageTasks, share_of
 from ray_lance_stream.link import CoordinatorLink
@@ -144,21 +144,25 @@ class ChunkSupply:
 
     def schema(self, plan: ReadPlan, walk: EpochWalk) -> pa.Schema:
         """Columns and types of what the transforms make of a first cycle, which is read for it."""
-        span = walk.next_span(None, 1)
-        if span is None:
+        if not walk.num_rows:
             raise ConfigError(f"the columns of transforms are those of a row, but epoch {walk.start.epoch} has none")
-        others = ((0, span.start), (span.stop, walk.grid.num_cycles))
-        walk = replace(walk, skipped=others)
-        # The loop does not receive the chunk: it is no part of what this rank has delivered, nor of the limit of a pass.
+        return self.first_blocks(plan, walk, 1)[0].schema
+
+    def first_blocks(self, plan: ReadPlan, walk: EpochWalk, num_rows: int) -> list[pa.Table]:
+        """The cycles that hold the first `num_rows` rows of a pass, read and transformed without the loop receiving them."""
+        end = walk.position_after(num_rows)
+        stop = walk.grid.num_cycles if end.epoch > walk.start.epoch else end.cycle + bool(end.partial_rows)
+        everything = (0, walk.grid.num_cycles)
+        shown = without(walk.ranges, [(stop, walk.grid.num_cycles)])
+        walk = replace(walk, skipped=without([everything], shown))
+        # The loop does not receive the rows: they are no part of what it has received, nor of the limit of a pass.
         count = self._new_count(None)
         window = self._window(plan, walk, self._new_sizer(plan, walk), count, self._meter.aside())
         try:
-            ref, _ = next(window)
-            fetched = window.fetch(ref)
+            fetched = [window.fetch(ref) for ref, _ in window]
         finally:
             window.close()
-        assert fetched is not None  # as it is of a window that is open
-        return fetched[0].schema
+        return [block for block, _ in filter(None, fetched)]
 
     def clear(self) -> None:
         """Let readers and actors go, and what they have read ahead."""

@@ -136,9 +136,13 @@ class StreamDataset(IterableDataset[Any]):
         """The epoch that the next pass, or the running one, belongs to."""
         return self.shard.epoch
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int, *, restart: bool = False) -> None:
         """See `StreamShard.set_epoch`. With a plain DataLoader with workers it comes before each pass but the first."""
-        self.shard.set_epoch(epoch)
+        self.shard.set_epoch(epoch, restart=restart)
+
+    def resume_epoch(self) -> None:
+        """See `StreamShard.resume_epoch`."""
+        self.shard.resume_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """See `StreamShard.state_dict`.

@@ -179,14 +179,19 @@ class ReadWindow:
 
     def _fill(self, needed: bool) -> None:
         """Send reads until a bound is reached; with `needed` one in any case."""
-        while (span := self._next_span(needed)) is not None:
+        while (found := self._next_span(needed)) is not None:
+            span, cycles = found
             request = self._reads_of_pass(span)
-            sent = self._line.send(request)  # may take as long as a reader takes to start
+            sent = self._line.send(request)  # may take as long as a reader takes to start, and may fail
             with self._lock:
+                self._last_span = span
+                self.all_sent = self._walk.next_span(span, 1) is None
+                self.sizer.sent(cycles)
                 if not self._closed.is_set():
                     self._reads.append(_Read(request, sent))
 
-    def _next_span(self, needed: bool) -> ChunkSpan | None:
+    def _next_span(self, needed: bool) -> tuple[ChunkSpan, int] | None:
+        """The span to be sent next, and the cycles that were asked for; None where a bound is reached."""
         with self._lock:
             if self._closed.is_set() or len(self._reads) >= self._config.prefetch_chunks:
                 return None
@@ -198,10 +203,7 @@ class ReadWindow:
             held_bytes = self._beside_bytes + self.held_bytes()
             if not is_needed and held_bytes + self.sizer.bytes_of(span.num_rows) > self._config.prefetch_bytes:
                 return None
-            self._last_span = span
-            self.all_sent = self._walk.next_span(span, 1) is None
-            self.sizer.sent(cycles)
-            return span
+            return span, cycles
 
     def _tell_overshoot(self) -> None:
         held_bytes, chunk_bytes = self.held_bytes(), self.sizer.next_bytes()

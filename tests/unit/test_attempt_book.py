@@ -105,6 +105,21 @@ def test_shards_outside_of_a_run_do_not_hide_the_only_run():
     assert book.runs() == ["one"]
 
 
+def test_an_attempt_that_is_still_heard_of_is_not_forgotten():
+    """However many have begun since: with it would go what its ranks are compared with."""
+    book, old = AttemptBook(), Attempt("old", "old", 2)
+    assert book.register_pass(old, 0, (0, 1), START) is None
+    book.record(old, 0, told(1))
+    for number in range(KEPT_ATTEMPTS + 100):
+        book.record(Attempt(str(number), str(number), 1), 0, told(1))
+        if number % 50 == 0:
+            book.record(old, 0, told(2))
+    assert len(book.runs()) == KEPT_ATTEMPTS
+    assert book.register_pass(old, 1, (0, 1), with_step(cycles_per_batch="3")) == (0, START)
+    assert book.runs()[0] == "old"
+    assert book.snapshot("0") == {}
+
+
 def test_old_attempts_and_passes_are_forgotten():
     book = AttemptBook()
     for number in range(KEPT_ATTEMPTS + 5):

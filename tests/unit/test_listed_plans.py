@@ -27,7 +27,7 @@ class Link(CoordinatorLink):
 
     def __init__(self, book: AttemptBook, rank: int = 0) -> None:
         self._book, self._name, self._rank = book, "train", rank
-        self._attempt, self._passes = Attempt("a", "run", 2), {True: 0, False: 0}
+        self._attempt = Attempt("a", "run", 2)
         self.release = "1"
 
     def row_list(self, plan: ReadPlan, epoch: int) -> RowList:
@@ -37,7 +37,7 @@ class Link(CoordinatorLink):
     def _ask(self, method: str, *args: Any, **_: Any) -> Any:
         return getattr(self._book, method)(*args)
 
-    def tell(self, state: StreamState) -> None:
+    def tell(self, state: StreamState, passes: Any) -> None:
         pass
 
 

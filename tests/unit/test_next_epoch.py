@@ -27,7 +27,7 @@ from ray_lance_stream import (
 )
 from ray_lance_stream import pin as pin_module
 from ray_lance_stream import stream as stream_module
-from ray_lance_stream.attempts import Attempt, AttemptBook, PassStart
+from ray_lance_stream.attempts import Attempt, AttemptBook, PassStart, Turn
 from ray_lance_stream.coordinator import StreamCoordinator
 from ray_lance_stream.cursor import EpochWalk, Position
 from ray_lance_stream.epoch_versions import EpochVersions
@@ -88,7 +88,6 @@ class Rank:
 
     def __init__(self, run: Run, attempt: Attempt, rank: int) -> None:
         self._run, self._attempt, self._rank = run, attempt, rank
-        self._passes = itertools.count()
         plan, config = run.stream._plan, run.stream._config
         self.position = StreamPosition("train", plan, config, attempt.world_size, self)  # type: ignore[arg-type]
 
@@ -108,12 +107,10 @@ class Rank:
             answer.set_exception(error)
         return answer
 
-    def agree_on_pass(self, epoch: int, identity: Any, *step: Any) -> None:
-        turn = (epoch, -next(self._passes))
-        other = self._run.coordinator.register_pass(self._attempt, self._rank, turn, PassStart(identity, None))
-        assert other is None
+    def agree_on_pass(self, turn: Turn, start: PassStart) -> None:
+        assert self._run.coordinator.register_pass(self._attempt, self._rank, turn, start) is None
 
-    def tell(self, state: StreamState) -> None:
+    def tell(self, state: StreamState, passes: Any) -> None:
         pass
 
     # ---- what a loop does

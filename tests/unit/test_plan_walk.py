@@ -246,6 +246,33 @@ def test_cursor_set_epoch_keeps_a_resumed_position():
     assert cursor.next_start == Position(5)
 
 
+def test_cursor_restarts_an_epoch_also_where_a_position_inside_of_it_is_open():
+    cursor = Cursor(Position(3, 7), "v1")
+    cursor.set_epoch(3, restart=True)
+    assert (cursor.next_start, cursor.where) == (Position(3), (Position(3), "v1"))
+
+
+def test_cursor_stays_in_the_epoch_that_the_loop_has_left():
+    grid, block = SplitGrid(96, 48), SplitBlock(0, 24)
+    cursor = Cursor(Position(4))
+    with pytest.raises(IterationError, match=r"no epoch was left: the next pass begins at epoch 4, .* 0; use set"):
+        cursor.resume()
+    cursor.begin(EpochWalk(grid, block, Position(4)))
+    cursor.received(30)
+    with pytest.raises(IterationError, match=r"an iterator of this shard is live; close\(\) it first"):
+        cursor.resume()
+    cursor.leave()
+    moves = cursor.moves
+    cursor.resume()
+    assert (cursor.position, cursor.next_start, cursor.moves) == (Position(4, 1, 6), Position(4, 1, 6), moves + 1)
+    walk = EpochWalk(grid, block, cursor.next_start)
+    cursor.begin(walk)
+    cursor.received(walk.num_rows)
+    cursor.leave()
+    with pytest.raises(IterationError, match="no epoch was left: the next pass begins at epoch 5"):
+        cursor.resume()
+
+
 def test_cursor_refuses_a_load_while_live():
     cursor = Cursor(Position(0))
     cursor.begin(EpochWalk(SplitGrid(96, 48), SplitBlock(0, 48), Position(0)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,9 @@ from ray_lance_stream import (
     ReadError,
     StreamShard,
     lance_stream,
+    link,
     merge_state_dicts,
+    rank_passes,
 )
 from ray_lance_stream.splits import split_block
 from ray_lance_stream.window import MAX_ATTEMPTS
@@ -151,8 +154,8 @@ class Rank:
         if self.phase == "live":
             self.phase = "left" if self.got else "open"
 
-    def set_epoch(self, epoch: int) -> None:
-        if self.phase != "open" or self.place[0] != epoch:
+    def set_epoch(self, epoch: int, restart: bool = False) -> None:
+        if self.phase != "open" or self.place[0] != epoch or restart:
             self.place, self.phase = (epoch, 0, 0), "open"
 
 
@@ -223,6 +226,10 @@ class Streams(RuleBasedStateMachine):
     @property
     def data_world(self) -> int:
         return self.world // self.kind.replicas
+
+    @property
+    def are_together(self) -> bool:
+        return len({(rank.place, rank.phase) for rank in self.ranks}) == 1
 
     @property
     def is_live(self) -> bool:
@@ -319,15 +326,76 @@ class Streams(RuleBasedStateMachine):
             shard.close()
         self.passes = [None] * self.world
 
-    @rule(epoch=st.one_of(st.none(), st.integers(0, 3)))
-    def set_epoch(self, epoch: int | None) -> None:
+    @rule(epoch=st.one_of(st.none(), st.integers(0, 3)), restart=st.booleans())
+    def set_epoch(self, epoch: int | None, restart: bool = False) -> None:
         """Also to where they are, as a loop does after a resume."""
         epoch = self.shards[0].epoch if epoch is None else epoch
         for rank, shard in zip(self.ranks, self.shards, strict=True):
             rank.leave()
-            rank.set_epoch(epoch)
-            shard.set_epoch(epoch)
+            rank.set_epoch(epoch, restart)
+            shard.set_epoch(epoch, restart=restart)
         self.passes = [None] * self.world
+
+    @rule()
+    @precondition(lambda self: {rank.phase for rank in self.ranks} == {"left"} and self.are_together)
+    def resume_epoch(self) -> None:
+        """They stay in the epoch that they have left."""
+        for rank, shard in zip(self.ranks, self.shards, strict=True):
+            rank.phase = "open"
+            shard.resume_epoch()
+
+    @rule(number=st.integers(0, 4), n=st.integers(1, 30))
+    def peek(self, number: int, n: int) -> None:
+        """Of one rank, at any time; moves nothing."""
+        number %= self.world
+        rank, shard = self.ranks[number], self.shards[number]
+        rows = rank.rows[rank.got :] if rank.phase == "live" else rank.rows_from(rank.next_start)
+        if rank.batch_size is None or rank.phase != "live":  # else there may be more rows than `drop_last` leaves
+            assert [row["id"] for row in shard.peek(n)] == [i for _, i in rows][:n]
+
+    @rule(number=st.integers(0, 4), looks=st.integers(1, 2))
+    @precondition(
+        lambda self: not self.is_live and {rank.phase for rank in self.ranks} == {"open"} and self.are_together
+    )
+    def look_and_go_back(self, number: int, looks: int) -> None:
+        """One rank alone may look at rows if it goes back to where it was."""
+        number %= self.world
+        shard, state = self.shards[number], self.shards[number].state_dict()
+        if len(self.ranks[number].rows_from(self.ranks[number].place)) < 2:
+            return  # a pass that it receives as a whole is no look
+        for _ in range(looks):
+            for _ in shard.iter_rows():
+                break
+        shard.load_state_dict(state)
+
+    @rule(number=st.integers(0, 4), how=st.sampled_from(["epoch", "row", "batch", "left"]), first=st.integers(0, 4))
+    @precondition(lambda self: not self.is_live and self.world > 1 and self.are_together)
+    def disagree(self, number: int, how: str, first: int) -> None:
+        """One rank is elsewhere: somebody is told, and all begin anew."""
+        number %= self.world
+        shard = self.shards[number]
+        size = self.batch_size(self.ranks[number], Form("cycles", 1))
+        if how == "epoch":
+            shard.set_epoch(self.ranks[number].next_start[0] + 1)
+        elif how == "row":
+            next(iter(shard.iter_rows()), None)
+        else:
+            next(_ids(iter(shard.iter_batches(batch_size=size, prefetch_batches=0))), None)
+        if how == "left":
+            shard.set_epoch(shard.epoch)  # which is no way back
+        told, steps = [], []
+        for each in sorted(range(self.world), key=lambda each: (each - first) % self.world):
+            rows = self.batch_size(self.ranks[each], Form("cycles", 1))
+            try:
+                steps.append(len(list(self.shards[each].iter_batches(batch_size=rows, prefetch_batches=0))))
+            except ConfigError as error:
+                told.append(str(error))
+        assert told or max(steps) <= 1  # whoever looks at the only batch of a pass has had all of it
+        assert all(
+            re.match("all ranks must (begin a pass at the same place|leave a pass at the same step)", each)
+            for each in told
+        )
+        self.group(0, (0, 0, 0))
 
     # ---- states
 
@@ -434,6 +502,8 @@ class Streams(RuleBasedStateMachine):
 @pytest.fixture(scope="module")
 def fake() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_passes, "SETTLES_S", 0.0)  # a rank that disagrees is told at once, and so
+        patch.setattr(link, "TELL_INTERVAL_S", -1.0)  # is one that does not, if the check is wrong
         yield Cluster(patch)
 
 
