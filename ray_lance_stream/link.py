@@ -61,9 +61,11 @@ class CoordinatorLink:
         self._told_s = 0.0
         self._passes = {True: 0, False: 0}  # by whether they have batches
 
-    def prepare_reader(self) -> None:
-        """Have the first reader started, or handed on from an attempt that has ended; waits for nothing."""
-        self._coordinator.prepare.remote(self._owner(0), ray.get_runtime_context().get_node_id())
+    def arrive(self, *, has_reader: bool) -> None:
+        """This rank is in its process; with `has_reader` its first reader is started, or handed on from an attempt that has
+        ended. Waits for nothing."""
+        node_id = ray.get_runtime_context().get_node_id()
+        self._coordinator.arrive.remote(self._name, self._named(), self._rank, node_id, has_reader)
 
     def reader(self, slot: int, fresh: bool) -> tuple[Reader, Reader | None]:
         """The reader of a slot of this rank, and one that is warm where that one was just started.
@@ -188,22 +190,46 @@ class CoordinatorLink:
         self._coordinator.record.remote(attempt, self._rank, RankProgress(state, tally))
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
-        asked = getattr(self._coordinator, method).remote(*args)
-        began_s = time.monotonic()
-        end_s = math.inf if timeout_s is None else timeout_s
-        tell_s = math.inf if self._stall_warn_s is None else self._stall_warn_s
-        while True:
-            waited_s = time.monotonic() - began_s
-            until_s = min(tell_s, end_s)
-            try:
-                return ray.get(asked, timeout=None if until_s == math.inf else max(until_s - waited_s, 0))
-            except ray.exceptions.RayTaskError as error:
-                raise error.as_instanceof_cause() from None
-            except ray.exceptions.GetTimeoutError:
-                what = f"the coordinator of stream {self._name!r} ({method})"
-            if end_s <= tell_s:
-                raise ReadError(
-                    f"no answer for {end_s:.0f} s from {what}: is the driver's process, or its node, overloaded or gone?"
-                )
-            logger.warning("still waiting after %.0f s for %s", tell_s, what)
-            tell_s += TELL_AGAIN_S
+        return ask(self._coordinator, self._name, method, *args, timeout_s=timeout_s, stall_warn_s=self._stall_warn_s)
+
+
+def ask(
+    coordinator: ray.actor.ActorHandle,
+    name: str,
+    method: str,
+    *args: Any,
+    timeout_s: float | None,
+    stall_warn_s: float | None,
+) -> Any:
+    """The answer of the coordinator of stream `name`.
+
+    Args:
+        coordinator: the actor.
+        name: of the stream, for messages.
+        method: what is asked.
+        args: of the method.
+        timeout_s: after so long without an answer it is an error; None: never.
+        stall_warn_s: after so long without an answer a warning says so; None: never.
+
+    Raises:
+        ReadError: there is no answer in time.
+    """
+    asked = getattr(coordinator, method).remote(*args)
+    began_s = time.monotonic()
+    end_s = math.inf if timeout_s is None else timeout_s
+    tell_s = math.inf if stall_warn_s is None else stall_warn_s
+    while True:
+        waited_s = time.monotonic() - began_s
+        until_s = min(tell_s, end_s)
+        try:
+            return ray.get(asked, timeout=None if until_s == math.inf else max(until_s - waited_s, 0))
+        except ray.exceptions.RayTaskError as error:
+            raise error.as_instanceof_cause() from None
+        except ray.exceptions.GetTimeoutError:
+            what = f"the coordinator of stream {name!r} ({method})"
+        if end_s <= tell_s:
+            raise ReadError(
+                f"no answer for {end_s:.0f} s from {what}: is the driver's process, or its node, overloaded or gone?"
+            )
+        logger.warning("still waiting after %.0f s for %s", tell_s, what)
+        tell_s += TELL_AGAIN_S

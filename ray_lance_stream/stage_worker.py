@@ -33,6 +33,14 @@ class StageWorker:
     def __repr__(self) -> str:
         return f"StageWorker[{getattr(self, '_label', '')}]"  # Ray asks before there is an instance
 
+    def started(self) -> bool:
+        """Answers once the actor has the resources that it asks for."""
+        return True
+
+    def leave(self) -> None:
+        """End this actor, after the chunks that it has been sent."""
+        ray.actor.exit_actor()
+
     def ready(self) -> bool:
         """Answers once the instances are made. A constructor that fails is told with the first chunk."""
         self._chain.load()

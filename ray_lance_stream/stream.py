@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,21 +14,25 @@ import ray
 from ray.data import DataContext
 
 from ray_lance_stream import train
-from ray_lance_stream._ray import local_mode_name, local_run
+from ray_lance_stream._ray import in_train_controller, local_mode_name, local_run, weak_handle
 from ray_lance_stream.aside import aside
 from ray_lance_stream.attempts import Attempt
 from ray_lance_stream.config import ReadPlan, StreamConfig
-from ray_lance_stream.coordinator import start_coordinator
+from ray_lance_stream.coordinator import SplitRequest, start_coordinator
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.inspectable import Inspectable
+from ray_lance_stream.link import ask
 from ray_lance_stream.pin import Pin, PinnedAs
+from ray_lance_stream.runs import block_of
 from ray_lance_stream.shard import StreamShard
-from ray_lance_stream.splits import data_rank, split_block
+from ray_lance_stream.splits import SplitBlock, data_rank
 from ray_lance_stream.transformable import Transformable
 
 logger = logging.getLogger(__name__)
 
+END_S = 5.0  # for a coordinator to end by itself
 _starting = threading.Lock()  # two trainers may pickle one stream at once; it must have one coordinator
+OWN = ("_local", "_local_run", "_made")
 SHARD_METHODS = (
     "iter_batches",
     "iter_torch_batches",
@@ -65,8 +70,14 @@ class LanceStream(Transformable, Inspectable):
         self._plan = plan
         self._config = config
         self._coordinator: ray.actor.ActorHandle | None = None
+        self._copy_id = ""  # which copy of the stream this is, where a trainer splits one again and again
+        self._reset_own()
+
+    def _reset_own(self) -> None:
+        """What belongs to this process."""
         self._local: StreamShard | None = None
         self._local_run: Any = None
+        self._made: list[tuple[weakref.ref[StreamShard], Attempt, int]] = []  # by `shard`
 
     def __repr__(self) -> str:
         stages = " -> ".join(str(stage) for stage in self._config.stages)
@@ -80,7 +91,15 @@ class LanceStream(Transformable, Inspectable):
         # The coordinator must belong to this process: the actors of a worker group die with it.
         if self._coordinator is None and ray.is_initialized():
             aside(self._coordinator_handle)
-        return {**self.__dict__, "_local": None, "_local_run": None}
+        return {key: value for key, value in self.__dict__.items() if key not in OWN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset_own()
+        if in_train_controller():
+            # Ray keeps the controller of a `fit()` that has ended, which must not keep the coordinator: the trainer
+            # that is given the stream holds it until then.
+            self._copy_id, self._coordinator = uuid.uuid4().hex, weak_handle(self._coordinator)
 
     def __getattr__(self, name: str) -> Any:
         if name in SHARD_METHODS:
@@ -96,26 +115,31 @@ class LanceStream(Transformable, Inspectable):
     def copy(self, stream: LanceStream) -> LanceStream:
         """A copy with a context of its own, on which Ray Train sets its options."""
         copied = LanceStream(stream._plan, stream._config, stream.context.copy())
-        copied.name = stream.name
+        copied.name, copied._copy_id = stream.name, stream._copy_id
         copied._coordinator = stream._coordinator_handle()
         return copied
 
     def streaming_split(
         self, n: int, *, equal: bool = True, locality_hints: Sequence[str] | None = None
     ) -> list[StreamShard]:
-        """One shard per rank: rank r owns the r-th contiguous block of splits.
+        """One shard per rank: rank r owns the r-th contiguous block of splits, as the coordinator assigns them.
 
         Args:
             n: number of ranks.
             equal: must be True: ranks always take the same number of steps.
-            locality_hints: not needed: a shard asks for readers on the node where it runs.
+            locality_hints: node ids of the ranks, in their order: the coordinator starts the readers of a rank on its node.
+                Blocks stay in the order of the ranks, since each node reads rows from nearly all files of a shuffled table.
 
         Raises:
-            ConfigError: more ranks than splits; ranks that are no multiple of replicas.
+            ConfigError: more ranks than splits; ranks that are no multiple of replicas; hints for other than n ranks.
         """
         if not equal:
             raise ConfigError(
                 "equal must be True, got False: the ranks of a stream always take the same number of steps"
+            )
+        if locality_hints is not None and len(locality_hints) != n:
+            raise ConfigError(
+                f"locality_hints must name a node for each of {n} ranks, got {len(locality_hints)} of them"
             )
         if self._plan.num_splits is None:
             logger.warning(
@@ -126,11 +150,20 @@ class LanceStream(Transformable, Inspectable):
             )
         _, world = data_rank(n, 0, self._config.replicas)
         grid = self._plan.with_splits(world).grid
-        split_block(grid.num_splits, world, 0)
+        block_of(grid.num_splits, n, 0, self._config.replicas)
         if self._config.global_batch_size is not None:
             grid.cycles_per_step(self._config.global_batch_size)
         attempt = Attempt(uuid.uuid4().hex, "", n, split_for_train=True)
-        return [self._shard(attempt, rank) for rank in range(n)]
+        nodes, has_readers = tuple(locality_hints or ()), not self._config.evaluation
+        blocks: dict[int, SplitBlock] = ask(
+            self._coordinator_handle(),
+            self.name or "",
+            "assign",
+            self._request(attempt, nodes=nodes, has_readers=has_readers),
+            timeout_s=None,
+            stall_warn_s=self._config.stall_warn_s,
+        )
+        return [self._shard(attempt, rank, blocks[rank]) for rank in range(n)]
 
     def iterator(self) -> StreamShard:
         """The whole stream as one shard, for streams that `DataConfig(datasets_to_split=...)` leaves out.
@@ -152,19 +185,29 @@ class LanceStream(Transformable, Inspectable):
         """
         if world_size != 1:
             self._refuse_to_part(f"is made for rank {rank} alone", "make all shards at once with streaming_split(n)")
-        data, world = data_rank(world_size, rank, self._config.replicas)
-        split_block(self._plan.with_splits(world).grid.num_splits, world, data)
-        return self._shard(Attempt(uuid.uuid4().hex, "", world_size), rank)
+        attempt = Attempt(uuid.uuid4().hex, train.run_name(), world_size)
+        request = self._request(attempt, ranks=(rank,))
+        block = block_of(request.num_splits, world_size, rank, self._config.replicas)
+        coordinator = self._coordinator_handle()
+        gone = [(of, at) for made, of, at in self._made if made() is None]
+        for of, at in gone:  # their readers are warm
+            coordinator.release.remote(of.attempt_id, at)
+        coordinator.assign.remote(request)
+        shard = self._shard(attempt, rank, block)
+        self._made = [each for each in self._made if each[0]() is not None] + [(weakref.ref(shard), attempt, rank)]
+        return shard
 
     def close(self) -> None:
         """End the coordinator and with it every reader of this stream; runs that still use it fail."""
         if self._local is not None:
             self._local.close()
             self._local = None
-        if self._coordinator is not None:
-            if ray.is_initialized():
-                ray.kill(self._coordinator)
-            self._coordinator = None
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is None or not ray.is_initialized():
+            return
+        ended, _ = ray.wait([coordinator.end.remote()], timeout=END_S)
+        if not ended:
+            ray.kill(coordinator)
 
     def pin(self, tag: str) -> Pin:
         """Keep the versions that this stream reads from being cleaned up: a tag in the table, until the run has ended.
@@ -212,9 +255,18 @@ class LanceStream(Transformable, Inspectable):
                 self._coordinator = start_coordinator(self.name or self._plan.table.identity, self._plan.table)
             return self._coordinator
 
-    def _shard(self, attempt: Attempt, rank: int) -> StreamShard:
+    def _request(self, attempt: Attempt, **more: Any) -> SplitRequest:
+        """What the coordinator is to assign to the ranks of an attempt."""
+        replicas = self._config.replicas
+        _, world = data_rank(attempt.world_size, 0, replicas)
+        num_splits = self._plan.with_splits(world).grid.num_splits
+        return SplitRequest(self.name or "", attempt, num_splits, replicas, copy_id=self._copy_id, **more)
+
+    def _shard(self, attempt: Attempt, rank: int, block: SplitBlock) -> StreamShard:
         name = self.name or local_mode_name(self) or ""
-        return StreamShard(name, self._plan, self._config, self._coordinator_handle(), attempt, rank, self.context)
+        return StreamShard(
+            name, self._plan, self._config, self._coordinator_handle(), attempt, rank, self.context, block
+        )
 
     def _local_shard(self) -> StreamShard:
         run = local_run()
