@@ -155,14 +155,7 @@ class LanceStream(Transformable, Inspectable):
             grid.cycles_per_step(self._config.global_batch_size)
         attempt = Attempt(uuid.uuid4().hex, "", n, split_for_train=True)
         nodes, has_readers = tuple(locality_hints or ()), not self._config.evaluation
-        blocks: dict[int, SplitBlock] = ask(
-            self._coordinator_handle(),
-            self.name or "",
-            "assign",
-            self._request(attempt, nodes=nodes, has_readers=has_readers),
-            timeout_s=None,
-            stall_warn_s=self._config.stall_warn_s,
-        )
+        blocks = self._assigned(self._request(attempt, nodes=nodes, has_readers=has_readers))
         return [self._shard(attempt, rank, blocks[rank]) for rank in range(n)]
 
     def iterator(self) -> StreamShard:
@@ -188,11 +181,7 @@ class LanceStream(Transformable, Inspectable):
         attempt = Attempt(uuid.uuid4().hex, train.run_name(), world_size)
         request = self._request(attempt, ranks=(rank,))
         block = block_of(request.num_splits, world_size, rank, self._config.replicas)
-        coordinator = self._coordinator_handle()
-        gone = [(of, at) for made, of, at in self._made if made() is None]
-        for of, at in gone:  # their readers are warm
-            coordinator.release.remote(of.attempt_id, at)
-        coordinator.assign.remote(request)
+        self._announce(request)
         shard = self._shard(attempt, rank, block)
         self._made = [each for each in self._made if each[0]() is not None] + [(weakref.ref(shard), attempt, rank)]
         return shard
@@ -261,6 +250,22 @@ class LanceStream(Transformable, Inspectable):
         _, world = data_rank(attempt.world_size, 0, replicas)
         num_splits = self._plan.with_splits(world).grid.num_splits
         return SplitRequest(self.name or "", attempt, num_splits, replicas, copy_id=self._copy_id, **more)
+
+    def _assigned(self, request: SplitRequest) -> dict[int, SplitBlock]:
+        """The split block of each rank, from the coordinator."""
+        coordinator, stall_warn_s = self._coordinator_handle(), self._config.stall_warn_s
+        blocks: dict[int, SplitBlock] = ask(
+            coordinator, request.stream, "assign", request, timeout_s=None, stall_warn_s=stall_warn_s
+        )
+        return blocks
+
+    def _announce(self, request: SplitRequest) -> None:
+        """Tell the coordinator of a rank that is made alone, and which ones are gone, whose readers are warm."""
+        coordinator = self._coordinator_handle()
+        for made, attempt, rank in self._made:
+            if made() is None:
+                coordinator.release.remote(attempt.attempt_id, rank)
+        coordinator.assign.remote(request)
 
     def _shard(self, attempt: Attempt, rank: int, block: SplitBlock) -> StreamShard:
         name = self.name or local_mode_name(self) or ""

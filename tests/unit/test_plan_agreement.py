@@ -171,8 +171,10 @@ def test_a_coordinator_keeps_matched_rows_in_the_object_store_alone(path: str, m
     put: list[np.ndarray] = []
     monkeypatch.setattr(Shared, "put", lambda rows: put.append(rows) or Shared(rows))
     monkeypatch.setattr(coordinator, "ReaderShelf", MagicMock())
-    monkeypatch.setattr("ray.get_runtime_context", MagicMock())
-    made = coordinator.StreamCoordinator("train", plan.table)
+    context = MagicMock(was_current_actor_reconstructed=False)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr(coordinator.StreamCoordinator, "_sweep", lambda self: None)
+    made = coordinator.StreamCoordinator("train", plan.table, "stream")
     assert made.plan_at(plan, 1, None).matched.get() is put[0]
     assert put[0].tolist() == list(range(0, 100, 2))
 
