@@ -215,8 +215,11 @@ class StreamCoordinator:
                     self._store.put(key, text)
 
     def _restore(self) -> None:
-        kept = (self._store.get(key) for key in self._store.keys(f"{self._stream_id}/"))
-        self._runs.restore(text for text in kept if text is not None)
+        try:
+            kept = [self._store.get(key) for key in self._store.keys(f"{self._stream_id}/")]
+            self._runs.restore(text for text in kept if text is not None)
+        except Exception as error:  # no reason not to serve: ranks report again
+            logger.warning("cannot take up the positions of stream %r that were kept: %s", self._label, error)
 
     # ---- readers and actors of stages
 
