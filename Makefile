@@ -8,15 +8,26 @@ PEERS := $(VENV)/peers
 METRICS := $(VENV)/metrics
 OLDEST ?= .venv-oldest
 
-.PHONY: train test faults check docs oldest bench clean
+# Test modules run side by side in so many processes, each with its own Ray cluster.
+TEST_PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+.PHONY: train test test-slow test-all faults check docs oldest bench clean
 
 train: $(STAMP)
 	$(BIN)/python examples/ray_train/digits.py $(ARGS)
 
+# Every guarantee, in some ten minutes on two cores.
 test: $(STAMP) $(METRICS)/.installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
-# What kills processes, fails requests or damages tables on purpose. `make test` runs each of these once, too, but of the
+# The rest: whole programs, worker groups that are resized, rounds of kills.
+test-slow: $(STAMP) $(METRICS)/.installed
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: test test-slow
+
+# What kills processes, fails requests or damages tables on purpose. `make test-all` runs each of these once, too, but of the
 # 50 kill rounds a tenth. KILL_SEED=n is another schedule of them. Streams that are driven at random are driven for longer
 # here, in FUZZ_RUNS runs that are others each time.
 FUZZ_RUNS ?= 500

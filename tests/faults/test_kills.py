@@ -32,7 +32,7 @@ from tests.faults.kills import (
 )
 from tests.support import Oracle, make_table, scan_ids
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.faults]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.faults, pytest.mark.slow]
 
 ALL = os.environ.get("KILL_ROUNDS") == "all"
 RUNS = schedule(int(os.environ.get("KILL_SEED", SEED)))

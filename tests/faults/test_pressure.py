@@ -29,7 +29,7 @@ from ray_lance_stream.splits import SplitBlock
 from tests.integration.conftest import Shards, flat
 from tests.support import Oracle, effective_history, fixed_size, log_loop, make_table, read_logs, scan_ids
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.faults]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.faults, pytest.mark.slow]
 
 MIB = 2**20
 STORE_BYTES = 100 * MIB

@@ -33,7 +33,7 @@ from tests.support import (
     write,
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 NUM_SPLITS = 12
 GLOBAL_BATCH = 24

@@ -107,6 +107,18 @@ def test_a_stream_is_a_dataset_of_one_worker(stream, oracle):
     stream.shard().close()
 
 
+def test_object_references_do_not_reach_workers(shards, path):
+    """They are not processes of Ray's, which could get the values."""
+    mapped = shards.stream(path, num_splits=NUM_SPLITS).map_batches(keep, fn_kwargs={"weights": ray.put(1)})
+    loader = StreamDataLoader(mapped.to_torch_dataset(batch_size=NUM_SPLITS), num_workers=1)
+    with pytest.raises(ConfigError, match=r"keep has object references among its arguments.*num_workers=0"):
+        iter(loader)
+
+
+def keep(batch: dict[str, Any], weights: Any) -> dict[str, Any]:
+    return batch
+
+
 # ---- with workers that persist
 
 

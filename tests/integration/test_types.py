@@ -253,7 +253,7 @@ def from_numpy(batch: dict[str, np.ndarray]) -> Any:
         ({"collate_fn": FromPandas()}, lambda batch: batch[0].dtype == torch.int64),
         ({"collate_fn": from_numpy}, lambda batch: batch["sum"] > 0),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",  # the same in each process that collects
 )
 @pytest.mark.filterwarnings("ignore::ray.util.annotations.RayDeprecationWarning")
 def test_received_rows_are_counted(shards: Shards, numbers: str, options: dict[str, Any], last: Any) -> None:

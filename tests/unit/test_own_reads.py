@@ -18,7 +18,6 @@ import lance
 import numpy as np
 import pyarrow as pa
 import pytest
-import ray
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -528,6 +527,3 @@ def test_what_cannot_travel_is_refused(path):
     unpicklable = spec_of(stream, 24, collate_fn=NumpyFunction(lambda batch: lock))
     with pytest.raises(ConfigError, match=r"must be picklable, which it is not: TypeError: .*lock"):
         Feed(unpicklable, Position(0), told=True, once=False)
-    mapped = stream.map_batches(halve, fn_kwargs={"weights": ray.ObjectRef(b"\0" * 28)})
-    with pytest.raises(ConfigError, match=r"halve has object references among its arguments.*num_workers=0"):
-        Feed(spec_of(mapped, 24), Position(0), told=True, once=False)
