@@ -191,7 +191,8 @@ class StreamCoordinator:
 
     def _log(self, stream: str, resize: Resize | None) -> None:
         if resize is not None:  # at a level that Ray forwards to the driver without being told to
-            logger.warning("stream %r: %s", stream, resize)
+            numbers = resize.num_splits, resize.before, resize.now
+            logger.warning("stream %r: %d splits: %d workers -> %d", stream, *numbers)
 
     def _keep(self) -> None:
         while not self._ended.wait(KEEP_RUNS_S):
