@@ -29,7 +29,6 @@ from ray.data._internal.tensor_extensions.arrow import ArrowTensorArray
 from ray.data.block import Block, BlockAccessor, BlockMetadata, BlockType
 from ray.data.collate_fn import _PinMemoryCollateFnWrapper
 from ray.data.iterator import _IterableFromIterator
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.train import Checkpoint
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, get_train_fn_utils
@@ -40,7 +39,6 @@ __all__ = [
     "ArrowTensorArray",
     "BatchIterator",
     "DatasetStats",
-    "KeptByCluster",
     "RayIterable",
     "RefBundle",
     "ShardBatchIterator",
@@ -50,6 +48,7 @@ __all__ = [
     "change_reports",
     "concat_tables",
     "from_batch",
+    "in_train_controller",
     "in_train_worker",
     "is_ray_worker",
     "local_mode_name",
@@ -60,6 +59,7 @@ __all__ = [
     "take_rows",
     "train_rank",
     "unpinned",
+    "weak_handle",
     "where_is",
     "within_context",
 ]
@@ -364,6 +364,22 @@ def owns_cluster() -> bool:
     return bool(ray.is_initialized() and node is not None and node.is_head())
 
 
+def in_train_controller() -> bool:
+    """Whether this process is the controller of a Ray Train run, or splits streams for it."""
+    if not ray.is_initialized():
+        return False
+    function = ray.get_runtime_context().get_task_function_name() or ""
+    return function.split(".")[-2:-1] == ["TrainController"]
+
+
+def weak_handle(actor: Any) -> Any:
+    """A handle of an actor that does not keep it alive, and those that are pickled from it do not either."""
+    if actor is None:
+        return None
+    state, *_ = actor._serialization_helper()
+    return ray.actor.ActorHandle._deserialization_helper(state, True, None)
+
+
 def where_is(actor: ray.actor.ActorHandle) -> str:
     """Id, state, node and process of an actor, as far as the cluster knows them."""
     actor_id = actor._actor_id.hex()
@@ -374,22 +390,3 @@ def where_is(actor: ray.actor.ActorHandle) -> str:
         return f"{actor_id} (its place is not known)"
     where = f", on node {address['NodeID']} ({address['IPAddress']}), pid {pid}" if pid else ""
     return f"{actor_id} ({state}{where})"
-
-
-class KeptByCluster:
-    """Small values that live as long as the cluster, in its key-value store: they outlive the actor that puts them."""
-
-    def __init__(self, namespace: str) -> None:
-        self._namespace = namespace
-
-    def get(self, key: str) -> str | None:
-        """The value, if there is one."""
-        value = _internal_kv_get(key, namespace=self._namespace)
-        return None if value is None else value.decode()
-
-    def put_if_absent(self, key: str, value: str) -> str:
-        """Keep a value unless there is one already; returns the one that is kept."""
-        _internal_kv_put(key, value, overwrite=False, namespace=self._namespace)
-        kept = self.get(key)
-        assert kept is not None
-        return kept

@@ -9,6 +9,7 @@ from ray_lance_stream._ray import where_is
 from ray_lance_stream.doing import Doing
 from ray_lance_stream.line import ChunkLine, Sent
 from ray_lance_stream.reader import ReadRequest
+from ray_lance_stream.stage_board import holders
 
 
 class ChunkOnItsWay:
@@ -46,7 +47,8 @@ class ChunkOnItsWay:
         else:
             where = "" if worker is None else f" {where_is(worker)}"
             what = f"transform {stage}{where}, which is slow or waits for free resources ({stage.processes})"
-        return f"{what}: {self._request}, {self._attempt}"
+        held = f"; {holders()}" if stage is not None and holders() else ""
+        return f"{what}: {self._request}, {self._attempt}{held}"
 
 
 class Block:

@@ -12,12 +12,12 @@ from ray.data import Dataset
 
 from ray_lance_stream import explain
 from ray_lance_stream._ray import local_run
-from ray_lance_stream.attempts import RankProgress
 from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
 from ray_lance_stream.dataset import epoch_dataset
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.forked import use_ray
 from ray_lance_stream.meter import Tally, metrics_text
+from ray_lance_stream.runs import RankView, RunSnapshot
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.summary import PlanSummary, summarize
 
@@ -138,31 +138,32 @@ class Inspectable:
         local = self._local_of(run)
         if local is not None:
             return local.state_dict()
-        ranks = self._snapshot(run)
-        if ranks:
-            self._say_of_missing(ranks)
-            return min(
-                (p.state for p in ranks.values()), key=lambda s: (s.epoch, s.samples_consumed_per_split)
-            ).to_dict()
-        start = StreamState(
-            self._plan.identity(self._config.replicas), self._config.epoch, 0, self._config.global_batch_size
-        )
-        saved = self._config.resume_state(self.name or "")
-        return (saved or start).to_dict()
+        found = self._snapshot(run)
+        self._say_of_missing(found)
+        return (found.state or self._start()).to_dict()
 
     def progress(self, run: str | None = None) -> dict[int, dict[str, Any]]:
-        """By rank: epoch, samples_consumed_per_split, rows received in this attempt, rows_per_s, and wait_share: the part of
-        the loop's time, from 0 to 1, that it waited for batches. As last told."""
-        return {
-            rank: {
-                "epoch": told.state.epoch,
-                "samples_consumed_per_split": told.state.samples_consumed_per_split,
-                "rows": told.tally.rows,
-                "rows_per_s": told.tally.rows_per_s,
-                "wait_share": told.tally.wait_share,
-            }
-            for rank, told in self._snapshot(run).items()
-        }
+        """By rank of the newest worker group, from `streaming_split` on:
+
+        - `split_block`: (lo, hi), the splits that the coordinator has assigned to it;
+        - `node`: id of the node where it runs, None where that is not known yet;
+        - `reader`: actor ids of its readers, separated by commas, None before it has one;
+        - `epoch` and `samples_consumed_per_split`: its position, before its first report that of the run;
+        - `rows` received in this attempt, and `rows_per_s`;
+        - `wait_share`: the part of the loop's time, from 0 to 1, that it waited for batches.
+
+        As last reported; ranks report about once a second.
+
+        Args:
+            run: name of the run, where several share this stream.
+
+        Raises:
+            ConfigError: several runs and no name, or an unknown name.
+        """
+        found = self._snapshot(run)
+        self._say_of_missing(found)
+        start = found.state or self._start()
+        return {rank: _progress_of(view, start) for rank, view in found.ranks.items()}
 
     def metrics(self, run: str | None = None) -> dict[str, Any]:
         """What all ranks of a run have counted in this attempt, added up, as last reported: the numbers of
@@ -177,9 +178,9 @@ class Inspectable:
         if local is not None:
             tallies = {local.world_rank: local._meter.tally()}
         else:
-            ranks = self._snapshot(run)
-            self._say_of_missing(ranks)
-            tallies = {rank: told.tally for rank, told in sorted(ranks.items())}
+            found = self._snapshot(run)
+            self._say_of_missing(found)
+            tallies = {rank: view.tally for rank, view in found.ranks.items() if view.tally is not None}
         total = sum(tallies.values(), Tally()).to_dict(sum(tally.rows_per_s for tally in tallies.values()))
         return {**total, "ranks": {rank: tally.to_dict() for rank, tally in tallies.items()}}
 
@@ -202,32 +203,52 @@ class Inspectable:
         """The shard of this process, where it is what is asked for: this is local mode, or no Ray Train run is told of."""
         if run is not None or self._local is None:
             return None
-        return self._local if local_run() is not None or not any(self._told(None)[0]) else None
+        return self._local if local_run() is not None or not any(self._ask_snapshot(None).runs) else None
 
-    def _say_of_missing(self, ranks: dict[int, RankProgress]) -> None:
-        """Warn, once, where the coordinator has not heard of all ranks."""
-        world_size = max((told.world_size for told in ranks.values()), default=0)
-        if len(ranks) < world_size and not self._is_missing_said:
+    def _say_of_missing(self, found: RunSnapshot) -> None:
+        """Warn, once, where only some ranks have reported to the coordinator."""
+        reported = [rank for rank, view in found.ranks.items() if view.state is not None]
+        if reported and len(reported) < found.world_size and not self._is_missing_said:
             self._is_missing_said = True
             logger.warning(
-                "stream %r: of %d ranks only %s have told their position to the stream's coordinator so far, and what is "
+                "stream %r: of %d ranks only %s have reported their position to the stream's coordinator so far, and what is "
                 "shown is of these; shard.state_dict() of a rank is its own position",
                 self.name,
-                world_size,
-                ", ".join(map(str, ranks)),
+                found.world_size,
+                ", ".join(map(str, reported)),
             )
 
-    def _told(self, run: str | None) -> tuple[list[str], dict[int, RankProgress]]:
+    def _ask_snapshot(self, run: str | None) -> RunSnapshot:
         assert self._coordinator is not None
         use_ray()
-        return cast("tuple[list[str], dict[int, RankProgress]]", ray.get(self._coordinator.snapshot.remote(run)))
+        return cast(RunSnapshot, ray.get(self._coordinator.snapshot.remote(run)))
 
-    def _snapshot(self, run: str | None) -> dict[int, RankProgress]:
+    def _start(self) -> StreamState:
+        """Where a run of this stream starts, as far as is known here."""
+        saved = self._config.resume_state(self.name or "")
+        identity = self._plan.identity(self._config.replicas)
+        return saved or StreamState(identity, self._config.epoch, 0, self._config.global_batch_size)
+
+    def _snapshot(self, run: str | None) -> RunSnapshot:
         if self._coordinator is None:
-            return {}
-        runs, ranks = self._told(run)
-        if run is None and len(runs) > 1:
-            raise ConfigError(f"several runs use this stream, name one of them: {runs}")
-        if run is not None and run not in runs:
-            raise ConfigError(f"no run {run!r} has used this stream; runs so far: {runs}")
-        return ranks
+            return RunSnapshot(())
+        found = self._ask_snapshot(run)
+        if run is None and len(found.runs) > 1:
+            raise ConfigError(f"several runs use this stream, name one of them: {list(found.runs)}")
+        if run is not None and run not in found.runs:
+            raise ConfigError(f"no run {run!r} has used this stream; runs so far: {list(found.runs)}")
+        return found
+
+
+def _progress_of(view: RankView, start: StreamState) -> dict[str, Any]:
+    state, tally = view.state or start, view.tally or Tally()
+    return {
+        "split_block": (view.split_block.lo, view.split_block.hi),
+        "node": view.node,
+        "reader": view.reader,
+        "epoch": state.epoch,
+        "samples_consumed_per_split": state.samples_consumed_per_split,
+        "rows": tally.rows,
+        "rows_per_s": tally.rows_per_s,
+        "wait_share": tally.wait_share,
+    }

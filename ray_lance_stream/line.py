@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +20,10 @@ from ray_lance_stream.transform import Stage
 
 DIED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 CHUNKS_ON_THE_WAY = 2  # one is read while another one waits for the loop: the rest keeps the stages busy
+
+# After a pause the coordinator is asked again for an actor, which it may have given back meanwhile. Shorter than
+# coordinator.SPARE_STAGE_S: it must not give back what is in use.
+LEASE_S = 2.0
 
 SentToStage = tuple["Worker | None", ray.ObjectRef, ray.ObjectRef]
 Claim = Callable[[Stage, int, "Worker | None"], Worker]
@@ -103,6 +109,7 @@ class _Slot:
     worker: Worker | None = None
     ready_ref: ray.ObjectRef | None = None  # of a worker that was just claimed; None once it has answered
     lost: Worker | None = None
+    is_stale: bool = False  # the coordinator may have given the worker back
 
     def is_ready(self) -> bool:
         if self.ready_ref is not None and ray.wait([self.ready_ref], timeout=0)[0]:
@@ -114,23 +121,37 @@ class StageActors:
     """A stage with classes: the actors that serve this rank take turns. One that the cluster has no room for yet is not
     waited for while another one runs.
 
+    The coordinator gives idle actors back. So it hears every LEASE_S that these are in use, and after a longer pause it is
+    asked for them again. No lock is held while it is asked.
+
     Args:
         stage: what is run.
         numbers: of the actors.
         claim: (stage, number, dead actor of that number) -> actor.
+        alive: tells the coordinator that the actors are in use; waits for nothing.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, stage: Stage, numbers: Sequence[int], claim: Claim) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        numbers: Sequence[int],
+        claim: Claim,
+        alive: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stage = stage
         self._slots = [_Slot(number) for number in numbers]
         self._claim = claim
+        self._alive = alive
+        self._clock = clock
         self._lock = threading.Lock()
         self._turn = 0
+        self._used_s = self._told_s = -math.inf
 
     def send(self, block_ref: ray.ObjectRef, info_ref: ray.ObjectRef, request: ReadRequest) -> SentToStage:
         """A chunk; returns (actor, block reference, info reference)."""
-        with self._lock:
-            worker = self._next()
+        worker = self._next()
         refs = worker.apply.remote(block_ref, info_ref, request)
         return worker, refs[0], refs[1]
 
@@ -144,20 +165,50 @@ class StageActors:
     def clear(self) -> None:
         """Let the actors go."""
         with self._lock:
-            for slot in self._slots:
-                slot.worker = None
+            self._slots = [
+                _Slot(slot.number, lost=slot.lost) for slot in self._slots
+            ]  # one that is being claimed is nobody's then
 
     def _next(self) -> Worker:
-        first = self._slots[0]
-        for slot in self._slots:
-            if slot.worker is None:
-                slot.worker = self._claim(self.stage, slot.number, slot.lost)
-                slot.ready_ref, slot.lost = slot.worker.ready.remote(), None
-            if not first.is_ready():
+        slots = self._in_use()
+        for slot in slots:
+            if slot.worker is None or slot.is_stale:
+                self._fill(slot)
+            if not slots[0].is_ready():
                 break  # where there is not room for all, every rank gets one before any gets a second
-        running = [slot for slot in self._slots if slot.worker is not None and slot.is_ready()] or [first]
-        self._turn += 1
-        return running[self._turn % len(running)].worker
+        with self._lock:
+            self._turn += 1
+            usable = [slot for slot in slots if slot.worker is not None and not slot.is_stale]
+            running = [slot for slot in usable if slot.is_ready()] or usable
+            if running:
+                return running[self._turn % len(running)].worker
+        return self._next()  # what was claimed has been dropped meanwhile
+
+    def _in_use(self) -> list[_Slot]:
+        """The slots, about to be used."""
+        with self._lock:
+            now_s = self._clock()
+            is_paused = now_s - self._used_s > LEASE_S
+            is_to_tell = not is_paused and now_s - self._told_s > LEASE_S
+            self._used_s = now_s
+            if is_paused or is_to_tell:
+                self._told_s = now_s
+            for slot in self._slots if is_paused else ():
+                slot.is_stale = True
+            slots = self._slots
+        if is_to_tell:
+            self._alive()
+        return slots
+
+    def _fill(self, slot: _Slot) -> None:
+        lost = slot.lost
+        worker = self._claim(self.stage, slot.number, lost)
+        with self._lock:
+            if slot.worker != worker:
+                slot.worker, slot.ready_ref = worker, worker.ready.remote()
+            slot.is_stale = False
+            if slot.lost == lost:
+                slot.lost = None
 
 
 class ChunkLine:

@@ -66,10 +66,12 @@ class CoordinatorLink:
         self._told_s = 0.0
         self._answer: ray.ObjectRef | None = None  # to the newest report
 
-    def prepare_reader(self) -> None:
-        """Have the first reader started, or handed on from an attempt that has ended; waits for nothing."""
+    def arrive(self, *, has_reader: bool) -> None:
+        """This rank is in its process; with `has_reader` its first reader is started, or handed on from an attempt that has
+        ended. Waits for nothing."""
         use_ray()
-        self._coordinator.prepare.remote(self._owner(0), ray.get_runtime_context().get_node_id())
+        node_id = ray.get_runtime_context().get_node_id()
+        self._coordinator.arrive.remote(self._name, self._named(), self._rank, node_id, has_reader)
 
     def reader(self, slot: int, fresh: bool) -> tuple[Reader, Reader | None]:
         """The reader of a slot of this rank, and one that is warm where that one was just started.
@@ -232,23 +234,47 @@ class CoordinatorLink:
         return found
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
-        use_ray()
-        asked = getattr(self._coordinator, method).remote(*args)
-        began_s = time.monotonic()
-        end_s = math.inf if timeout_s is None else timeout_s
-        tell_s = math.inf if self._stall_warn_s is None else self._stall_warn_s
-        while True:
-            waited_s = time.monotonic() - began_s
-            until_s = min(tell_s, end_s)
-            try:
-                return ray.get(asked, timeout=None if until_s == math.inf else max(until_s - waited_s, 0))
-            except ray.exceptions.RayTaskError as error:
-                raise_original(error)
-            except ray.exceptions.GetTimeoutError:
-                what = f"the coordinator of stream {self._name!r} ({method})"
-            if end_s <= tell_s:
-                raise ReadError(
-                    f"no answer for {end_s:.0f} s from {what}: is the driver's process, or its node, overloaded or gone?"
-                )
-            logger.warning("still waiting after %.0f s for %s", tell_s, what)
-            tell_s += TELL_AGAIN_S
+        return ask(self._coordinator, self._name, method, *args, timeout_s=timeout_s, stall_warn_s=self._stall_warn_s)
+
+
+def ask(
+    coordinator: ray.actor.ActorHandle,
+    name: str,
+    method: str,
+    *args: Any,
+    timeout_s: float | None,
+    stall_warn_s: float | None,
+) -> Any:
+    """The answer of the coordinator of stream `name`.
+
+    Args:
+        coordinator: the actor.
+        name: of the stream, for messages.
+        method: what is asked.
+        args: of the method.
+        timeout_s: after so long without an answer it is an error; None: never.
+        stall_warn_s: after so long without an answer a warning says so; None: never.
+
+    Raises:
+        ReadError: there is no answer in time.
+    """
+    use_ray()
+    asked = getattr(coordinator, method).remote(*args)
+    began_s = time.monotonic()
+    end_s = math.inf if timeout_s is None else timeout_s
+    tell_s = math.inf if stall_warn_s is None else stall_warn_s
+    while True:
+        waited_s = time.monotonic() - began_s
+        until_s = min(tell_s, end_s)
+        try:
+            return ray.get(asked, timeout=None if until_s == math.inf else max(until_s - waited_s, 0))
+        except ray.exceptions.RayTaskError as error:
+            raise_original(error)
+        except ray.exceptions.GetTimeoutError:
+            what = f"the coordinator of stream {name!r} ({method})"
+        if end_s <= tell_s:
+            raise ReadError(
+                f"no answer for {end_s:.0f} s from {what}: is the driver's process, or its node, overloaded or gone?"
+            )
+        logger.warning("still waiting after %.0f s for %s", tell_s, what)
+        tell_s += TELL_AGAIN_S

@@ -5,6 +5,7 @@ Imports neither ray.data nor ray.train nor torch: a reader must start quickly.
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections import OrderedDict
@@ -153,7 +154,8 @@ class SplitReader:
         keep_freed_memory()
         for open_early in (table.open, table.open_uring):
             attempt(open_early)  # if it fails, so does the read, which says why
-        self._plans: OrderedDict[ReadPlan, StreamPlan] = OrderedDict()
+        self._lock = threading.Lock()
+        self._plans: OrderedDict[ReadPlan, _Resolved] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"SplitReader[{getattr(self, '_label', '')}]"  # Ray asks before there is an instance
@@ -175,12 +177,22 @@ class SplitReader:
         return self._desk.doing(send_id)
 
     def _resolved(self, plan: ReadPlan) -> StreamPlan:
-        resolved = self._plans.get(plan)
-        if resolved is None:
-            resolved = self._plans[plan] = plan.resolve()
+        """The plan with its rows at hand. Where that takes a scan, one read makes it and the others wait."""
+        with self._lock:
+            kept = self._plans.setdefault(plan, _Resolved())
+            self._plans.move_to_end(plan)
             while len(self._plans) > (KEPT_PLANS if plan.listed is None else KEPT_LISTS):
                 self._plans.popitem(last=False)
-        return resolved
+        with kept.lock:
+            if kept.plan is None:
+                kept.plan = plan.resolve()
+            return kept.plan
+
+
+@dataclass
+class _Resolved:
+    plan: StreamPlan | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 def start_reader(label: str, table: TableRef, node_id: str | None) -> ray.actor.ActorHandle:

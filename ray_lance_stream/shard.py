@@ -28,7 +28,7 @@ from ray_lance_stream.other_loaders import NoLoader, no_such_name
 from ray_lance_stream.restore import StreamPosition
 from ray_lance_stream.resumable import Resumable
 from ray_lance_stream.source import projected_schema
-from ray_lance_stream.splits import RankShare
+from ray_lance_stream.splits import RankShare, SplitBlock
 from ray_lance_stream.state import skipped_in
 from ray_lance_stream.supply import ChunkSupply
 from ray_lance_stream.window import ReadWindow
@@ -56,6 +56,7 @@ class StreamShard(NoLoader, StreamSizedIterator, Resumable):
         attempt: the worker group that this shard belongs to.
         rank: this rank.
         context: Ray Data context of the batches.
+        block: the splits that the coordinator has assigned to this rank.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class StreamShard(NoLoader, StreamSizedIterator, Resumable):
         attempt: Attempt,
         rank: int,
         context: DataContext,
+        block: SplitBlock,
     ) -> None:
         self.name = name
         self.world_rank = rank
@@ -75,6 +77,7 @@ class StreamShard(NoLoader, StreamSizedIterator, Resumable):
         self._config = with_chunks_for_stages(config, attempt.world_size)
         self._coordinator = coordinator
         self._attempt = attempt
+        self._block = block
         self._context = context.copy()
         # Ray's batch threads finish in any order; with this its iterator puts the batches back in order.
         self._context.execution_options.preserve_order = True
@@ -114,8 +117,8 @@ class StreamShard(NoLoader, StreamSizedIterator, Resumable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset_runtime()
-        if train.register(self) and not self.evaluation:
-            self._link.prepare_reader()
+        if train.register(self):
+            self._link.arrive(has_reader=not self.evaluation)
 
     def __repr__(self) -> str:
         return (
@@ -150,7 +153,7 @@ class StreamShard(NoLoader, StreamSizedIterator, Resumable):
     @property
     def _share(self) -> RankShare:
         grid = self._position.plan.grid  # of the recorded version after a resume
-        return RankShare.of(grid, self._attempt.world_size, self.world_rank, self._config.replicas)
+        return RankShare(grid, self._block, self._attempt.world_size // self._config.replicas)
 
     @property
     def split_block(self) -> tuple[int, int]:

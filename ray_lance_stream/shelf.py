@@ -5,6 +5,7 @@ They keep no position, so any of them can serve any rank. Pure: how they are sta
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,11 @@ class Owner:
     attempt_id: str
     rank: int
     slot: int
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Tells slots apart; the name of the run is known only once the worker has arrived."""
+        return self.attempt_id, self.rank, self.slot
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,12 @@ class ReaderShelf:
         """Start a reader that belongs to nobody yet and waits `keep_s` for an owner."""
         self._kept.append(_Kept(self._start(node_id), node_id, None, self._clock() + keep_s - self._keep_s))
 
-    def prepare(self, owner: Owner, node_id: str | None) -> None:
-        """Have a reader at hand for an owner that will `claim` one."""
-        if self._find(owner) is None:
-            self._take(owner, node_id)
+    def prepare(self, owner: Owner, node_id: str | None, keep_s: float) -> None:
+        """Have a reader at hand for an owner that will `claim` one within `keep_s`."""
+        found = self._find(owner)
+        if found is None:
+            found = self._take(owner, node_id)
+        self._replace(found, owner=owner, used_s=self._clock() + keep_s - self._keep_s)
 
     def claim(self, owner: Owner, node_id: str | None, *, fresh: bool) -> tuple[Reader, Reader | None]:
         """The reader of an owner, and a stand-in that is warm where that one was just started.
@@ -77,26 +85,36 @@ class ReaderShelf:
             found = None
         if found is None:
             found = self._take(owner, node_id, started_only=fresh)
-        found = self._replace(found, used_s=self._clock())
+        found = self._replace(found, owner=owner, used_s=self._clock())
         # Not where one has died: what ended it may have ended the others too.
         return found.reader, None if fresh else self._stand_in(found)
 
     def release(self, attempt_id: str, rank: int) -> None:
-        """A shard was closed: forget its readers."""
-        self._kept = [k for k in self._kept if not _is_of(k, attempt_id, rank)]
+        """A shard was closed: its readers are idle, and serve whoever asks next."""
+        for kept in list(self._kept):
+            if _is_of(kept, attempt_id, rank):
+                self._replace(kept, owner=None, used_s=self._clock())
+
+    def of_attempt(self, attempt_id: str) -> dict[int, list[Reader]]:
+        """The readers of an attempt, by rank."""
+        found: dict[int, list[Reader]] = {}
+        for kept in self._kept:
+            if kept.owner is not None and kept.owner.attempt_id == attempt_id:
+                found.setdefault(kept.owner.rank, []).append(kept.reader)
+        return found
 
     def touch(self, attempt_id: str, rank: int) -> None:
         """A rank is alive."""
         for kept in list(self._kept):
             if _is_of(kept, attempt_id, rank):
-                self._replace(kept, used_s=self._clock())
+                self._replace(kept, used_s=max(kept.used_s, self._clock()))
 
     def sweep(self) -> None:
         """Forget the readers whose owners have long been silent."""
         self._kept = [k for k in self._kept if self._clock() - k.used_s < self._keep_s]
 
     def _find(self, owner: Owner) -> _Kept | None:
-        return next((k for k in self._kept if k.owner == owner), None)
+        return next((k for k in self._kept if k.owner is not None and k.owner.place == owner.place), None)
 
     def _take(self, owner: Owner, node_id: str | None, *, started_only: bool = False) -> _Kept:
         """An idle reader on the node, else a new one. Readers of an older attempt of the run are idle: it has ended."""
@@ -137,24 +155,32 @@ def _idle_for(kept: _Kept, owner: Owner) -> bool:
 
 @dataclass
 class _Staffed:
+    stage: Stage
     worker: Worker
-    told_s: dict[tuple[str, int], float] = field(default_factory=dict)  # (attempt, rank) -> last word of who uses it
+    used_s: float
+    users: set[tuple[str, int]] = field(default_factory=set)  # (attempt, rank)
 
 
 class StageShelf:
     """The actors of stages by stage and number, shared by the ranks that claim the same number.
 
-    One that nobody has used for `keep_s` is forgotten; the shards that hold it keep it alive, as a reader.
+    An actor holds CPUs or GPUs also while nobody uses it. So one that has been idle for `keep_s` is given back, after
+    `spare_s` where somebody else in the cluster waits for resources, and at once where all who used it were closed. Those
+    that hold its handle ask again before they use it after a pause, see line.StageActors.
 
     Args:
         start: starts an actor of a stage.
         keep_s: seconds.
+        spare_s: seconds; longer than the time after which its users ask again.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, start: Callable[[Stage], Worker], keep_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, start: Callable[[Stage], Worker], keep_s: float, spare_s: float, clock: Callable[[], float]
+    ) -> None:
         self._start = start
         self._keep_s = keep_s
+        self._spare_s = spare_s
         self._clock = clock
         self._kept: dict[tuple[str, int], _Staffed] = {}
 
@@ -172,25 +198,40 @@ class StageShelf:
         key = (stage.key, owner.slot)
         found = self._kept.get(key)
         if found is None or found.worker == lost:
-            found = self._kept[key] = _Staffed(self._start(stage))
-        found.told_s[owner.attempt_id, owner.rank] = self._clock()
+            found = self._kept[key] = _Staffed(stage, self._start(stage), self._clock())
+        found.users.add((owner.attempt_id, owner.rank))
+        found.used_s = self._clock()
         return found.worker
 
     def release(self, attempt_id: str, rank: int) -> None:
         """A shard was closed: it uses none any more."""
         for staffed in self._kept.values():
-            staffed.told_s.pop((attempt_id, rank), None)
-        self.sweep()
+            staffed.users.discard((attempt_id, rank))
 
     def touch(self, attempt_id: str, rank: int) -> None:
-        """A rank is alive."""
+        """A rank is alive, and its pass goes on."""
         for staffed in self._kept.values():
-            if (attempt_id, rank) in staffed.told_s:
-                staffed.told_s[attempt_id, rank] = self._clock()
+            if (attempt_id, rank) in staffed.users:
+                staffed.used_s = self._clock()
 
-    def sweep(self) -> None:
-        """Forget the actors whose users have long been silent."""
-        now_s = self._clock()
-        self._kept = {
-            key: each for key, each in self._kept.items() if any(now_s - s < self._keep_s for s in each.told_s.values())
-        }
+    def sweep(self, *, is_short: bool = False) -> list[Worker]:
+        """Forget the idle actors and return them, to be ended.
+
+        Args:
+            is_short: whether somebody waits for resources.
+        """
+        idle_s = self._spare_s if is_short else self._keep_s
+        since_s = self._clock() - idle_s
+        idle = [key for key, each in self._kept.items() if not each.users or each.used_s <= since_s]
+        return [self._kept.pop(key).worker for key in idle]
+
+    def held(self) -> list[str]:
+        """The actors as text, by stage."""
+        counts = Counter(f"{each.stage} ({each.stage.processes})" for each in self._kept.values())
+        return [f"{count} x {text}" for text, count in counts.items()]
+
+    def clear(self) -> list[Worker]:
+        """Forget all actors and return them."""
+        workers = [each.worker for each in self._kept.values()]
+        self._kept.clear()
+        return workers

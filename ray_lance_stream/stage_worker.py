@@ -43,6 +43,14 @@ class StageWorker:
     def __repr__(self) -> str:
         return f"StageWorker[{getattr(self, '_label', '')}]"  # Ray asks before there is an instance
 
+    def started(self) -> bool:
+        """Answers once the actor has the resources that it asks for."""
+        return True
+
+    def leave(self) -> None:
+        """End this actor, after the chunks that it has been sent."""
+        ray.actor.exit_actor()
+
     def ready(self) -> bool:
         """Answers once the instances are made. What a constructor raises is reported with the first chunk."""
         answered(self._chain.load)

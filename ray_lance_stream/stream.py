@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,25 +14,29 @@ import ray
 from ray.data import DataContext
 
 from ray_lance_stream import train
-from ray_lance_stream._ray import local_mode_name, local_run
+from ray_lance_stream._ray import in_train_controller, local_mode_name, local_run, weak_handle
 from ray_lance_stream.aside import aside
 from ray_lance_stream.attempts import Attempt
 from ray_lance_stream.config import ReadPlan, StreamConfig, at_least
-from ray_lance_stream.coordinator import start_coordinator
+from ray_lance_stream.coordinator import SplitRequest, start_coordinator
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.forked import use_ray
 from ray_lance_stream.inspectable import Inspectable
 from ray_lance_stream.launcher import warn_of_ranks
+from ray_lance_stream.link import ask
 from ray_lance_stream.other_loaders import NoLoader, no_such_name
 from ray_lance_stream.pin import Pin, PinnedAs
 from ray_lance_stream.recorded import plan_to_resume
+from ray_lance_stream.runs import block_of
 from ray_lance_stream.shard import StreamShard
-from ray_lance_stream.splits import data_rank, split_block
+from ray_lance_stream.splits import SplitBlock, data_rank
 from ray_lance_stream.transformable import Transformable
 
 logger = logging.getLogger(__name__)
 
+END_S = 5.0  # for a coordinator to end by itself
 _starting = threading.Lock()  # two trainers may pickle one stream at once; it must have one coordinator
+OWN = ("_local", "_local_run", "_made")
 SHARD_METHODS = (
     "iter_batches",
     "iter_torch_batches",
@@ -72,9 +77,15 @@ class LanceStream(NoLoader, Transformable, Inspectable):
         self._plan = plan
         self._config = config
         self._coordinator: ray.actor.ActorHandle | None = None
+        self._group = uuid.uuid4().hex  # of the shards that it makes one by one
+        self._copy_id = ""  # which copy of the stream this is, where a trainer splits one again and again
+        self._reset_own()
+
+    def _reset_own(self) -> None:
+        """What belongs to this process."""
         self._local: StreamShard | None = None
         self._local_run: Any = None
-        self._group = uuid.uuid4().hex  # of the shards that it makes one by one
+        self._made: list[tuple[weakref.ref[StreamShard], Attempt, int]] = []  # by `shard`
 
     def __repr__(self) -> str:
         stages = " -> ".join(str(stage) for stage in self._config.stages)
@@ -88,7 +99,15 @@ class LanceStream(NoLoader, Transformable, Inspectable):
         # The coordinator must belong to this process: the actors of a worker group die with it.
         if self._coordinator is None and ray.is_initialized():
             aside(self._coordinator_handle)
-        return {**self.__dict__, "_local": None, "_local_run": None}
+        return {key: value for key, value in self.__dict__.items() if key not in OWN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset_own()
+        if in_train_controller():
+            # Ray keeps the controller of a `fit()` that has ended, which must not keep the coordinator: the trainer
+            # that is given the stream holds it until then.
+            self._copy_id, self._coordinator = uuid.uuid4().hex, weak_handle(self._coordinator)
 
     def __getattr__(self, name: str) -> Any:
         if name in SHARD_METHODS:
@@ -106,26 +125,31 @@ class LanceStream(NoLoader, Transformable, Inspectable):
     def copy(self, stream: LanceStream) -> LanceStream:
         """A copy with a context of its own, on which Ray Train sets its options."""
         copied = LanceStream(stream._plan, stream._config, stream.context.copy())
-        copied.name = stream.name
+        copied.name, copied._copy_id = stream.name, stream._copy_id
         copied._coordinator = stream._coordinator_handle()
         return copied
 
     def streaming_split(
         self, n: int, *, equal: bool = True, locality_hints: Sequence[str] | None = None
     ) -> list[StreamShard]:
-        """One shard per rank: rank r owns the r-th contiguous block of splits.
+        """One shard per rank: rank r owns the r-th contiguous block of splits, as the coordinator assigns them.
 
         Args:
             n: number of ranks.
             equal: must be True: ranks always take the same number of steps.
-            locality_hints: not needed: a shard asks for readers on the node where it runs.
+            locality_hints: node ids of the ranks, in their order: the coordinator starts the readers of a rank on its node.
+                Blocks stay in the order of the ranks, since each node reads rows from nearly all files of a shuffled table.
 
         Raises:
-            ConfigError: more ranks than splits; ranks that are no multiple of replicas.
+            ConfigError: more ranks than splits; ranks that are no multiple of replicas; hints for other than n ranks.
         """
         if not equal:
             raise ConfigError(
                 "equal must be True, got False: the ranks of a stream always take the same number of steps"
+            )
+        if locality_hints is not None and len(locality_hints) != n:
+            raise ConfigError(
+                f"locality_hints must name a node for each of {n} ranks, got {len(locality_hints)} of them"
             )
         if self._plan.num_splits is None:
             logger.warning(
@@ -136,11 +160,13 @@ class LanceStream(NoLoader, Transformable, Inspectable):
             )
         _, world = data_rank(n, 0, self._config.replicas)
         grid = self._plan.with_splits(world).grid
-        split_block(grid.num_splits, world, 0)
+        block_of(grid.num_splits, n, 0, self._config.replicas)
         if self._config.global_batch_size is not None:
             grid.cycles_per_step(self._config.global_batch_size)
         attempt = Attempt(uuid.uuid4().hex, "", n, split_for_train=True)
-        return [self._shard(attempt, rank) for rank in range(n)]
+        nodes, has_readers = tuple(locality_hints or ()), not self._config.evaluation
+        blocks = self._assigned(self._request(attempt, nodes=nodes, has_readers=has_readers))
+        return [self._shard(attempt, rank, blocks[rank]) for rank in range(n)]
 
     def iterator(self) -> StreamShard:
         """The whole stream as one shard, for streams that `DataConfig(datasets_to_split=...)` leaves out.
@@ -162,10 +188,13 @@ class LanceStream(NoLoader, Transformable, Inspectable):
         """
         if world_size != 1:
             self._refuse_to_part(f"is made for rank {rank} alone", "make all shards at once with streaming_split(n)")
-        data, world = data_rank(world_size, rank, self._config.replicas)
-        split_block(self._plan.with_splits(world).grid.num_splits, world, data)
-        shard = self._shard(Attempt(uuid.uuid4().hex, "", world_size, group=self._group), rank)
+        attempt = Attempt(uuid.uuid4().hex, train.run_name(), world_size, group=self._group)
+        request = self._request(attempt, ranks=(rank,))
+        block = block_of(request.num_splits, world_size, rank, self._config.replicas)
+        self._announce(request)
+        shard = self._shard(attempt, rank, block)
         warn_of_ranks(self.name or self._plan.table.identity, rank, world_size, self._config.evaluation)
+        self._made = [each for each in self._made if each[0]() is not None] + [(weakref.ref(shard), attempt, rank)]
         return shard
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -208,10 +237,12 @@ class LanceStream(NoLoader, Transformable, Inspectable):
         if self._local is not None:
             self._local.close()
             self._local = None
-        if self._coordinator is not None:
-            if ray.is_initialized():
-                ray.kill(self._coordinator)
-            self._coordinator = None
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is None or not ray.is_initialized():
+            return
+        ended, _ = ray.wait([coordinator.end.remote()], timeout=END_S)
+        if not ended:
+            ray.kill(coordinator)
 
     def pin(self, tag: str) -> Pin:
         """Keep the versions that this stream reads from being cleaned up: a tag in the table, until the run has ended.
@@ -260,9 +291,34 @@ class LanceStream(NoLoader, Transformable, Inspectable):
                 self._coordinator = start_coordinator(self.name or self._plan.table.identity, self._plan.table)
             return self._coordinator
 
-    def _shard(self, attempt: Attempt, rank: int) -> StreamShard:
+    def _request(self, attempt: Attempt, **more: Any) -> SplitRequest:
+        """What the coordinator is to assign to the ranks of an attempt."""
+        replicas = self._config.replicas
+        _, world = data_rank(attempt.world_size, 0, replicas)
+        num_splits = self._plan.with_splits(world).grid.num_splits
+        return SplitRequest(self.name or "", attempt, num_splits, replicas, copy_id=self._copy_id, **more)
+
+    def _assigned(self, request: SplitRequest) -> dict[int, SplitBlock]:
+        """The split block of each rank, from the coordinator."""
+        coordinator, stall_warn_s = self._coordinator_handle(), self._config.stall_warn_s
+        blocks: dict[int, SplitBlock] = ask(
+            coordinator, request.stream, "assign", request, timeout_s=None, stall_warn_s=stall_warn_s
+        )
+        return blocks
+
+    def _announce(self, request: SplitRequest) -> None:
+        """Tell the coordinator of a rank that is made alone, and which ones are gone, whose readers are warm."""
+        coordinator = self._coordinator_handle()
+        for made, attempt, rank in self._made:
+            if made() is None:
+                coordinator.release.remote(attempt.attempt_id, rank)
+        coordinator.assign.remote(request)
+
+    def _shard(self, attempt: Attempt, rank: int, block: SplitBlock) -> StreamShard:
         name = self.name or local_mode_name(self) or ""
-        return StreamShard(name, self._plan, self._config, self._coordinator_handle(), attempt, rank, self.context)
+        return StreamShard(
+            name, self._plan, self._config, self._coordinator_handle(), attempt, rank, self.context, block
+        )
 
     def _local_shard(self) -> StreamShard:
         run = local_run()

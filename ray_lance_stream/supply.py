@@ -93,7 +93,7 @@ class ChunkSupply:
         self._in_reader = next((stage for stage in stages if stage.processes is None), None)
         self._shares = [(stage, share_of(stage, rank, world_size)) for stage in stages if stage.processes is not None]
         self._actors = {
-            stage.key: StageActors(stage, numbers, link.stage_worker)
+            stage.key: StageActors(stage, numbers, link.stage_worker, link.alive)
             for stage, numbers in self._shares
             if stage.is_pool
         }

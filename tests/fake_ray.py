@@ -17,12 +17,52 @@ import pytest
 import ray
 from ray.data._internal.stats import _StatsManager
 
-from ray_lance_stream import coordinator, epoch_pass, reader, stream
-from ray_lance_stream.coordinator import StreamCoordinator
+from ray_lance_stream import LanceStream, coordinator, epoch_pass, reader, stream
+from ray_lance_stream.coordinator import SplitRequest, StreamCoordinator
 from ray_lance_stream.meter import Meter
 from ray_lance_stream.reader import ReadRequest, SplitReader
+from ray_lance_stream.runs import RunBook
+from ray_lance_stream.splits import SplitBlock
 
 _numbers = itertools.count(1)
+
+
+def without_coordinator(patch: pytest.MonkeyPatch) -> None:
+    """Let streams be split without Ray, into shards that read nothing."""
+
+    def assigned(stream: LanceStream, request: SplitRequest) -> dict[int, SplitBlock]:
+        runs = RunBook()
+        runs.assign(request.attempt, request.num_splits, request.replicas)
+        return runs.blocks_of(request.attempt.attempt_id)
+
+    patch.setattr(stream, "start_coordinator", lambda label, table: None)
+    patch.setattr(LanceStream, "_assigned", assigned)
+    patch.setattr(LanceStream, "_announce", lambda stream, request: None)
+
+
+class Store:
+    """What the cluster keeps, in place of its key-value store; of all namespaces."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.num_puts = 0
+
+    def get(self, key: str) -> str | None:
+        return self.values.get(key)
+
+    def put(self, key: str, value: str) -> None:
+        self.num_puts += 1
+        self.values[key] = value
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        return self.values.setdefault(key, value)
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self.values if key.startswith(prefix)]
+
+    def delete(self, prefix: str) -> None:
+        for key in self.keys(prefix):
+            del self.values[key]
 
 
 class Call:
@@ -95,7 +135,7 @@ class Actor:
         self._actor_id = next(_numbers).to_bytes(4, "big")
         self.is_dead = False
         self._calls: list[Call] = []
-        self._instance = make()
+        self.instance = make()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -103,7 +143,7 @@ class Actor:
         return Method(self, name)
 
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
-        method = getattr(self._instance, name)
+        method = getattr(self.instance, name)
         num_returns = getattr(method, "__ray_num_returns__", None) or 1
         call = Call(self, method, args, num_returns)
         if num_returns == 1:
@@ -119,7 +159,7 @@ class Actor:
         self._calls.clear()
 
     def restart(self) -> None:
-        self._instance = self._make()
+        self.instance = self._make()
 
     def death(self) -> Exception:
         return ray.exceptions.ActorDiedError()
@@ -163,6 +203,9 @@ class Cluster:
         patch.setattr(coordinator, "start_reader", self._start_reader)
         patch.setattr(stream, "start_coordinator", self._start_coordinator)
         patch.setattr(StreamCoordinator, "_sweep", lambda self: None)
+        patch.setattr(StreamCoordinator, "_keep", lambda self: None)
+        self.store = Store()
+        patch.setattr(coordinator, "ClusterStore", lambda namespace: self.store)
         patch.setattr(reader, "keep_freed_memory", lambda: None)
         patch.setattr(Meter, "export", lambda *args: None)
         patch.setattr(_StatsManager, "update_iteration_metrics", lambda *args: None)
@@ -173,7 +216,8 @@ class Cluster:
         return self.readers[-1]
 
     def _start_coordinator(self, label: str, table: Any) -> Actor:
-        self.coordinators.append(Actor(self, lambda: StreamCoordinator(label, table)))
+        stream_id = f"stream {len(self.coordinators)}"
+        self.coordinators.append(Actor(self, lambda: StreamCoordinator(label, table, stream_id)))
         return self.coordinators[-1]
 
     def is_to_die(self, request: ReadRequest) -> bool:
@@ -196,10 +240,11 @@ class Cluster:
         self.readers.clear()
 
     def kill_coordinators(self) -> None:
-        """All of them, and with them their readers; Ray starts them again, knowing nothing."""
+        """All of them, and with them their readers; Ray starts them again, knowing what they kept in the cluster."""
         self.kill_readers()
         self.was_current_actor_reconstructed = True
         for each in self.coordinators:
+            each.instance.keep_runs()
             each.restart()
         self.was_current_actor_reconstructed = False
 
@@ -212,6 +257,7 @@ class Cluster:
         """The streams of the test before are gone."""
         self.readers.clear()
         self.coordinators.clear()
+        self.store.values.clear()
         self._lost.clear()
         self.reads_to_lose = 0
         self.is_wide = False

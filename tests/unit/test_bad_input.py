@@ -30,8 +30,8 @@ from ray_lance_stream import (
     VersionNotFoundError,
     lance_stream,
 )
-from ray_lance_stream import stream as stream_module
 from ray_lance_stream.train import STATE_FILE
+from tests.fake_ray import without_coordinator
 
 NUM_ROWS = 480
 SECRET = "hunter2"
@@ -285,7 +285,7 @@ def test_a_version_that_is_checked_out_is_pinned(tmp_path: Path) -> None:
 @pytest.fixture
 def _no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards can be made without Ray, as long as they read nothing."""
-    monkeypatch.setattr(stream_module, "start_coordinator", lambda label, table: None)
+    without_coordinator(monkeypatch)
 
 
 def test_more_workers_than_splits(path: str) -> None:

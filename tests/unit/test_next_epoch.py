@@ -26,7 +26,6 @@ from ray_lance_stream import (
     lance_stream,
 )
 from ray_lance_stream import pin as pin_module
-from ray_lance_stream import stream as stream_module
 from ray_lance_stream.attempts import Attempt, AttemptBook, PassStart, Turn
 from ray_lance_stream.coordinator import StreamCoordinator
 from ray_lance_stream.cursor import EpochWalk, Position
@@ -37,6 +36,7 @@ from ray_lance_stream.planner import PlanBook
 from ray_lance_stream.restore import StreamPosition
 from ray_lance_stream.splits import split_block
 from ray_lance_stream.state import StreamState
+from tests.fake_ray import without_coordinator
 
 SPLITS = 8
 
@@ -599,7 +599,7 @@ def test_other_words_are_refused(path: str, value: Any) -> None:
 
 def test_shards_that_know_nothing_of_each_other_are_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would choose for itself, and ranks could take another number of steps."""
-    monkeypatch.setattr(stream_module, "start_coordinator", lambda label, table: None)
+    without_coordinator(monkeypatch)
     stream = run_on(path).stream
     for make in (stream.iterator, lambda: stream.shard(1, 2)):
         with pytest.raises(
@@ -611,7 +611,7 @@ def test_shards_that_know_nothing_of_each_other_are_refused(path: str, monkeypat
 
 
 def test_the_batches_of_the_next_pass_are_counted_in_its_version(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "start_coordinator", lambda label, table: None)
+    without_coordinator(monkeypatch)
     run = run_on(path, global_batch_size=8)
     monkeypatch.setattr(
         CoordinatorLink, "plan_of_epoch", lambda _, *args: run.coordinator.plan_of_epoch("attempt", *args)

@@ -18,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ray_lance_stream import ConfigError, coordinator, lance_stream, planner
-from ray_lance_stream.config import Shared
+from ray_lance_stream import ConfigError, config, coordinator, lance_stream, planner, reader
+from ray_lance_stream.config import Shared, SharedLostError
 from ray_lance_stream.planner import PlanBook
+from tests.fake_ray import Cluster
 
 NUM_ROWS = 2000
 FILTER = "value % 3 != 1"
@@ -171,10 +172,57 @@ def test_a_coordinator_keeps_matched_rows_in_the_object_store_alone(path: str, m
     put: list[np.ndarray] = []
     monkeypatch.setattr(Shared, "put", lambda rows: put.append(rows) or Shared(rows))
     monkeypatch.setattr(coordinator, "ReaderShelf", MagicMock())
-    monkeypatch.setattr("ray.get_runtime_context", MagicMock())
-    made = coordinator.StreamCoordinator("train", plan.table)
+    context = MagicMock(was_current_actor_reconstructed=False)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr(coordinator.StreamCoordinator, "_sweep", lambda self: None)
+    made = coordinator.StreamCoordinator("train", plan.table, "stream")
     assert made.plan_at(plan, 1, None).matched.get() is put[0]
     assert put[0].tolist() == list(range(0, 100, 2))
+
+
+def test_matched_rows_that_were_lost_are_found_again_once_for_all_reads(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reads of a reader run in several threads: one scans, the others wait for it."""
+    plan = lance_stream(path, num_splits=8, filter="id % 2 = 0")._plan
+    found, scans = plan.matched.get(), []
+
+    def lost(self: Shared[np.ndarray]) -> np.ndarray:
+        raise SharedLostError("they died with the coordinator")
+
+    def scan(*args: Any, **options: Any) -> np.ndarray:
+        scans.append(args)
+        time.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(Shared, "get", lost)
+    monkeypatch.setattr(config, "match_rows", scan)
+    monkeypatch.setattr(reader, "keep_freed_memory", lambda: None)
+    made = reader.SplitReader("train", plan.table)
+    with ThreadPoolExecutor(4) as pool:
+        resolved = list(pool.map(made._resolved, [plan] * 4))
+    assert len(scans) == 1
+    assert all(each is resolved[0] for each in resolved)
+
+
+def test_no_call_waits_while_a_coordinator_imports_what_a_stage_needs(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray Data takes a second, and `stream.close()` or a question must not wait for it."""
+    stream = lance_stream(path, num_splits=8)
+    Cluster(monkeypatch)
+    stream.shard()
+    made = stream._coordinator.instance
+    imported: list[str] = []
+
+    def import_module(name: str) -> None:
+        assert not made._lock.locked()
+        imported.append(name)
+
+    monkeypatch.setattr(coordinator, "import_module", import_module)
+    monkeypatch.setattr(made, "_stages", MagicMock())
+    made.stage_worker(None, None, None)
+    assert imported == ["ray_lance_stream.stage_worker"]
 
 
 # Columns of another version

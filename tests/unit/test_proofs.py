@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from ray_lance_stream import lance_stream, testing
-from ray_lance_stream import stream as stream_module
 from ray_lance_stream.testing import _steps, assert_elastic, assert_resume_exact
+from tests.fake_ray import without_coordinator
 
 
 def shard(block: tuple[int, int], batches: list[list[int]], drop_remainder: bool):
@@ -41,7 +41,7 @@ def test_where_the_remainder_is_delivered_ranks_may_differ_by_a_batch():
 @pytest.mark.parametrize("proof", [assert_elastic, assert_resume_exact])
 def test_a_stream_that_takes_up_new_versions_is_proven_on_its_pinned_one(tmp_path, monkeypatch, proof):
     """Without Ray: that its shards can be made one by one, on all worker counts."""
-    monkeypatch.setattr(stream_module, "start_coordinator", lambda label, table: None)
+    without_coordinator(monkeypatch)
     made = []
 
     def steps(shards, global_batch_size):

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pytest
 
 from ray_lance_stream import LanceStream, StateMismatchError, VersionNotFoundError, lance_stream
-from ray_lance_stream import stream as stream_module
 from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.planner import PlanBook
+from tests.fake_ray import without_coordinator
 
 OPTIONS: dict[str, Any] = {"num_splits": 8, "filter": "id < 64", "shuffle_seed": 7}
 
@@ -58,7 +58,7 @@ WAYS = pytest.mark.parametrize("continued", [read_by, loaded])
 @pytest.fixture(autouse=True)
 def _no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards can be made without Ray, as long as they read nothing; other versions are planned in this process."""
-    monkeypatch.setattr(stream_module, "start_coordinator", lambda label, table: None)
+    without_coordinator(monkeypatch)
     monkeypatch.setattr(CoordinatorLink, "plan_at", lambda self, plan, version, _: PlanBook().at(plan, version))
 
 

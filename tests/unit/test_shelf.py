@@ -65,7 +65,7 @@ def test_readers_of_another_run_are_not_taken(shelf):
 
 def test_time_that_passes_between_calls_changes_nothing(shelf, clock):
     first, _ = shelf.claim(owner("a", 0), "n", fresh=False)
-    shelf.prepare(owner("a", 1), "n")
+    shelf.prepare(owner("a", 1), "n", 60.0)
     clock.now_s = 3.0
     assert shelf.claim(owner("a", 1), "n", fresh=False) == ((1, "n"), first)
 
@@ -80,8 +80,8 @@ def test_a_dead_reader_is_replaced_by_a_new_one(shelf):
 
 
 def test_prepared_readers_wait_for_their_owner(shelf):
-    shelf.prepare(owner("a", 0), "n")
-    shelf.prepare(owner("a", 0), "n")
+    shelf.prepare(owner("a", 0), "n", 60.0)
+    shelf.prepare(owner("a", 0), "n", 60.0)
     assert len(shelf) == 1
     assert shelf.claim(owner("a", 0), "n", fresh=False) == ((0, "n"), None)
 
@@ -107,9 +107,37 @@ def test_silent_owners_are_forgotten_and_live_ones_are_not(shelf, clock):
     assert len(shelf) == 0
 
 
-def test_release_forgets_at_once(shelf):
-    shelf.claim(owner("a", 0), "n", fresh=False)
-    shelf.claim(owner("a", 0, slot=1), "n", fresh=False)
-    shelf.claim(owner("a", 1), "n", fresh=False)
+def test_released_readers_serve_whoever_asks_next_and_end_in_time(shelf, clock):
+    """Of any attempt, also outside of runs: a new one takes seconds to start."""
+    first, _ = shelf.claim(owner("a", 0, run=""), "n", fresh=False)
+    shelf.claim(owner("a", 1, run=""), "n", fresh=False)
     shelf.release("a", 0)
+    assert shelf.claim(owner("b", 0, run=""), "n", fresh=False)[0] == first
+    shelf.release("b", 0)
+    clock.now_s = 9.0
+    assert shelf.claim(owner("c", 0, run="run"), "n", fresh=False)[0] == first
+    shelf.release("c", 0)
+    clock.now_s = 20.0
+    shelf.sweep()
+    assert len(shelf) == 0
+
+
+def test_a_reader_prepared_before_its_run_is_known_is_found(shelf):
+    """Ray Train splits a stream before a worker can name the run; the next group takes the reader over by that name."""
+    shelf.prepare(owner("a", 0, run=""), "n", 60.0)
+    shelf.prepare(owner("a", 0), "n", 60.0)
+    reader, _ = shelf.claim(owner("a", 0), "n", fresh=False)
     assert len(shelf) == 1
+    assert shelf.of_attempt("a") == {0: [reader]}
+    assert shelf.claim(owner("b", 3), "n", fresh=False)[0] == reader
+
+
+def test_a_prepared_reader_waits_while_its_worker_loads_a_model(shelf, clock):
+    shelf.prepare(owner("a", 0), "n", 60.0)
+    clock.now_s = 55.0
+    shelf.touch("a", 0)
+    shelf.sweep()
+    assert len(shelf) == 1
+    clock.now_s = 66.0
+    shelf.sweep()
+    assert len(shelf) == 0

@@ -7,8 +7,10 @@ import pickle
 import threading
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
+from threading import Event
 from typing import Any
 
 import lance
@@ -24,14 +26,17 @@ from ray.data import DataContext
 from ray_lance_stream import ConfigError, LanceStream, TransformError, lance_stream
 from ray_lance_stream._ray import within_context
 from ray_lance_stream.chain import Chain
+from ray_lance_stream.coordinator import SPARE_STAGE_S
 from ray_lance_stream.cursor import ChunkSpan
 from ray_lance_stream.error_transport import Failure, answered
 from ray_lance_stream.errors import UnpicklableError
-from ray_lance_stream.line import share_of, with_chunks_for_stages
+from ray_lance_stream.line import LEASE_S, StageActors, share_of, with_chunks_for_stages
 from ray_lance_stream.reader import ChunkInfo, ReadRequest
 from ray_lance_stream.replaced import WINDOW_POSITIONS, Replaced, ReplacedRows, stand_ins
 from ray_lance_stream.shelf import Owner, StageShelf
 from ray_lance_stream.splits import SplitBlock, split_block
+from ray_lance_stream.stage_board import FRESH_S, StageBoard
+from tests.fake_ray import Store
 from tests.support import make_table, scan_ids
 
 NUM_ROWS, NUM_SPLITS = 483, 4  # 120 positions, two windows, and 3 rows left over
@@ -688,7 +693,7 @@ def test_rows_are_not_replaced_behind_a_pool(stream):
 
 def test_actors_are_shared_by_number_replaced_once_and_forgotten_in_time(stream):
     now_s, started = 0.0, iter(range(100))
-    shelf = StageShelf(lambda stage: next(started), keep_s=10.0, clock=lambda: now_s)
+    shelf = StageShelf(lambda stage: next(started), keep_s=10.0, spare_s=5.0, clock=lambda: now_s)
     stage = stream.map_batches(Offset, concurrency=2)._config.stages[0]
     other = stream.map_batches(Offset, concurrency=2)._config.stages[0]
 
@@ -706,10 +711,89 @@ def test_actors_are_shared_by_number_replaced_once_and_forgotten_in_time(stream)
     now_s = 8.0
     shelf.touch("b", 0)
     now_s = 12.0
-    shelf.sweep()
+    assert len(shelf.sweep()) == 2  # to be ended
     assert len(shelf) == 1
     assert shelf.claim(owner("c", 0, 0), stage, None) == second
+    now_s = 18.0
+    shelf.touch("c", 0)
+    now_s = 22.0
+    assert shelf.sweep(is_short=True) == []
+    now_s = 24.0
+    assert shelf.sweep() == []
+    assert shelf.sweep(is_short=True) == [second]
+    third = shelf.claim(owner("c", 0, 0), stage, None)
     shelf.release("c", 0)
-    assert len(shelf) == 1
-    shelf.release("b", 0)
+    assert shelf.sweep() == [third]
     assert len(shelf) == 0
+
+
+class Handle:
+    """An actor of a stage, as a rank sees it."""
+
+    def __init__(self) -> None:
+        self.ready = self.apply = self
+        self.chunks = 0
+
+    def remote(self, *chunk: Any) -> tuple[str, str]:
+        self.chunks += bool(chunk)
+        return "block", "info"
+
+
+@pytest.fixture
+def ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.wait", lambda refs, timeout: (refs, []))
+
+
+def test_after_a_pause_the_coordinator_is_asked_again_and_else_it_hears_that_actors_are_in_use(stream, ready):
+    """It gives idle ones back, and must not give back what is in use."""
+    now_s, told = 0.0, []
+    given = [Handle()]
+    stage = stream.map_batches(Offset, concurrency=1)._config.stages[0]
+    actors = StageActors(stage, [0], lambda *_: given[-1], lambda: told.append(now_s), lambda: now_s)
+
+    def send() -> Any:
+        return actors.send("block", "info", None)[0]
+
+    for at_s in (0.0, 1.0, 1.9, 3.0, 4.5, 6.0):
+        now_s = at_s
+        assert send() is given[0]
+    assert told == [3.0, 6.0]
+    given.append(Handle())
+    assert send() is given[0]
+    now_s = 6.0 + LEASE_S + 0.1
+    assert send() is given[1]
+    assert SPARE_STAGE_S >= 2 * LEASE_S
+
+
+def test_nobody_waits_while_the_coordinator_is_asked_for_an_actor(stream, ready):
+    asked, answer = Event(), Event()
+    stage = stream.map_batches(Offset, concurrency=1)._config.stages[0]
+
+    def claim(*_: Any) -> Handle:
+        asked.set()
+        assert answer.wait(10)
+        return Handle()
+
+    actors = StageActors(stage, [0], claim, lambda: None)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(actors.send, "block", "info", None)
+        assert asked.wait(10)
+        actors.drop(None)
+        actors.clear()
+        assert not sent.done()
+        answer.set()
+        assert sent.result(10)[1:] == ("block", "info")
+
+
+def test_a_stream_with_idle_actors_learns_that_another_one_waits():
+    store, now_s = Store(), 100.0
+    val, train = (StageBoard(name, store, lambda: now_s) for name in ("a", "b"))
+    val.post("val", ["1 x Offset"], waits=False)
+    train.post("train", ["2 x Offset"], waits=True)
+    assert [(note.stream, note.holds, note.waits) for note in val.others()] == [("train", ["2 x Offset"], True)]
+    assert [note.stream for note in train.others()] == ["val"]
+    train.post("train", (), waits=False)
+    assert val.others() == []
+    train.post("train", ["2 x Offset"], waits=True)
+    now_s += FRESH_S  # its coordinator was killed
+    assert val.others() == []
