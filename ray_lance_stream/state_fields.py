@@ -16,7 +16,7 @@ def is_lancedb_state(state: Any) -> bool:
     """Whether this is the state of LanceDB's StreamingDataset, of whatever kind, rather than one of this library."""
     return (
         isinstance(state, Mapping)
-        and "format" not in state
+        and not {"format", "table_uri"} & set(state)
         and {"shuffle_seed", "num_splits", LANCEDB_SAMPLES} <= set(state)
     )
 

@@ -284,5 +284,8 @@ class Cluster:
     def get_runtime_context(self) -> Any:
         return self
 
+    def get_task_function_name(self) -> str:
+        return ""
+
     def get_node_id(self) -> str:
         return "node"

@@ -217,7 +217,7 @@ def test_the_position_of_a_stream_is_that_of_all_shards_made_one_by_one(path, ca
         stream.stats()
     told = [record.getMessage() for record in caplog.records if "coordinator so far" in record.getMessage()]
     assert len(told) == 1
-    assert "of 2 ranks only 0 have told their position" in told[0]
+    assert "of 2 ranks only 0 have reported their position" in told[0]
     batches.append(iter(second.iter_batches()))
     next(batches[0])
     next(batches[1])

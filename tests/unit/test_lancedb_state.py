@@ -17,11 +17,11 @@ from ray_lance_stream import (
     merge_state_dicts,
     to_lancedb_state,
 )
-from ray_lance_stream import stream as stream_module
 from ray_lance_stream.lancedb_state import from_lancedb_state, is_lancedb_state
 from ray_lance_stream.link import CoordinatorLink
 from ray_lance_stream.list_cache import FOLDER_VARIABLE
 from ray_lance_stream.state import PartialCycle, StreamIdentity, StreamState
+from tests.fake_ray import without_coordinator
 from tests.lancedb_support import ids_from, make_lancedb_table, planned_ids, streaming
 
 S, SEED = 4, 5
@@ -171,8 +171,8 @@ def test_a_run_of_streaming_dataset_is_continued(table, world):
 
 
 def test_an_epoch_that_is_over_goes_over_as_the_start_of_the_next(table, monkeypatch):
-    monkeypatch.setattr(stream_module, "start_coordinator", lambda label, table: None)
-    monkeypatch.setattr(CoordinatorLink, "tell", lambda link, state: None)
+    without_coordinator(monkeypatch)
+    monkeypatch.setattr(CoordinatorLink, "tell", lambda *args: None)
     options = {"num_splits": S, "shuffle_seed": SEED}
     theirs = streaming(table, epoch=1, **options)
     ids_from(theirs)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from ray_lance_stream import LanceStream, lance_stream, launcher
-from ray_lance_stream import stream as stream_module
+from tests.fake_ray import without_coordinator
 
 CLUSTER = "has a Ray cluster of its own"
 WHOLE = "its shard is the whole stream"
@@ -20,7 +20,7 @@ WHOLE = "its shard is the whole stream"
 @pytest.fixture
 def uri(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """A table of 100 rows; shards can be made without Ray."""
-    monkeypatch.setattr(stream_module, "start_coordinator", lambda label, table: None)
+    without_coordinator(monkeypatch)
     return str(lance.write_dataset(pa.table({"id": np.arange(100)}), str(tmp_path / "t.lance")).uri)
 
 

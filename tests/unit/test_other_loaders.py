@@ -22,9 +22,9 @@ from lancedb.permutation import Permutation, permutation_builder
 from lancedb.streaming import StreamingDataset
 
 from ray_lance_stream import ConfigError, LanceStream, StreamShard, lance_stream
-from ray_lance_stream import stream as stream_module
 from ray_lance_stream.other_loaders import ARGUMENTS, METHODS, TABLES
 from ray_lance_stream.stream import SHARD_METHODS
+from tests.fake_ray import without_coordinator
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def objects(table: Any) -> Iterator[list[LanceStream | StreamShard]]:
     """A stream and a shard, without Ray."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_module, "start_coordinator", lambda label, table: None)
+        without_coordinator(patch)
         stream = lance_stream(table, num_splits=4)
         yield [stream, stream.shard(0, 2)]
 

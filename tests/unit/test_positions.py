@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,8 +124,8 @@ def test_the_checkpoint_of_an_attempt_comes_before_the_position_of_the_driver(st
     """A worker group that starts again must not start at the beginning of the run."""
     stream.load_state_dict(state_at(stream, 0, 2))
     reported = StreamState.from_dict(state_at(stream, 1, 7))
-    monkeypatch.setattr(train, "attempt_checkpoint", lambda: "a checkpoint")
-    monkeypatch.setattr(train, "state_in", lambda checkpoint, name: reported)
+    attempt = SimpleNamespace(started_from="a checkpoint", start_of=lambda name: reported)
+    monkeypatch.setattr(train, "current_attempt", lambda: attempt)
     assert first_step(stream.streaming_split(2)) == steps[1][7]
 
 

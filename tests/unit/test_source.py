@@ -389,12 +389,6 @@ def test_least_recently_used_tables_are_closed(tmp_path: Path, monkeypatch: pyte
     assert refs[0].open() is not first
 
 
-def test_another_process_id_opens_for_itself(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = TableRef(path, 1).open()
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert TableRef(path, 1).open() is not mine
-
-
 def test_other_static_options_open_anew(path: str) -> None:
     first = TableRef(path, 1, {"k": "a"}).open()
     assert TableRef(path, 1, {"k": "a"}).open() is first
