@@ -90,20 +90,17 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RankProgress:
-    """What one rank reports: its state, what it has counted in this attempt, how far its newest passes are, and of how many
-    ranks it is one."""
+    """What one rank reports: its state, what it has counted in this attempt, and how far its newest passes are."""
 
     state: StreamState
     tally: Tally
     passes: tuple[PassProgress, ...] = ()
-    world_size: int = 1
 
 
 @dataclass
 class _Record:
     attempt: Attempt
     heard: int = 0  # when a rank last reported something, as a count of reports
-    ranks: dict[int, RankProgress] = field(default_factory=dict)
     starts: dict[Turn, tuple[int, PassStart]] = field(default_factory=dict)  # what the first rank registered
     passes: dict[int, RanksOfPass] = field(default_factory=dict)  # by number
     copies: dict[int, str] = field(default_factory=dict)  # which copy of its shard a rank iterates
@@ -111,7 +108,7 @@ class _Record:
 
 
 class AttemptBook:
-    """Positions and begun passes by attempt; the newest attempt of a run stands for the run.
+    """The passes that ranks have begun, by attempt. Positions of runs are in RunBook.
 
     Args:
         clock: seconds.
@@ -129,7 +126,6 @@ class AttemptBook:
             A pass that this rank and another one did not leave together; None where there is none.
         """
         record = self._of(attempt)
-        record.ranks[rank] = progress
         self._note(record, rank, progress.passes)
         return self._conflict(record, rank)
 
@@ -175,21 +171,6 @@ class AttemptBook:
         now_s = self._clock()
         found = [each.left_apart(rank, now_s) for each in record.passes.values()]
         return min((each for each in found if each), key=lambda each: each.settles_in_s, default=None)
-
-    def runs(self) -> list[str]:
-        """Names of the Ray Train runs that reported a position, oldest first; "" alone where there is none."""
-        names = list(dict.fromkeys(r.attempt.run for r in self._records.values() if r.ranks))
-        return [name for name in names if name] or names
-
-    def snapshot(self, run: str) -> dict[int, RankProgress]:
-        """The ranks of the newest attempt of a run that reported a position, with those of its group."""
-        records = [r for r in self._records.values() if r.attempt.run == run and r.ranks]
-        if not records:
-            return {}
-        newest = records[-1].attempt
-        shown = [r for r in records if newest.group and r.attempt.is_beside(newest)] or records[-1:]
-        told = {rank: told for record in shown for rank, told in record.ranks.items()}
-        return {rank: told[rank] for rank in sorted(told)}
 
     def _of(self, attempt: Attempt) -> _Record:
         record = self._records.setdefault(attempt.attempt_id, _Record(attempt))

@@ -192,9 +192,7 @@ class CoordinatorLink:
         self._told_s = time.monotonic()
         tally, attempt = self._meter.tally(), self._named()
         self._meter.export(tally, state, {"stream": self._name, "rank": str(self._rank), "run": attempt.run})
-        answer: ray.ObjectRef = self._coordinator.record.remote(
-            attempt, self._rank, RankProgress(state, tally, passes, attempt.world_size)
-        )
+        answer: ray.ObjectRef = self._coordinator.record.remote(attempt, self._rank, RankProgress(state, tally, passes))
         self._answer = answer if passes and attempt.world_size > 1 else None
 
     def check_together(self) -> None:

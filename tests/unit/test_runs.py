@@ -197,3 +197,19 @@ def test_hints_for_another_number_of_ranks_are_refused(fake: Cluster, tmp_path):
     stream = lance_stream(make_table(tmp_path / "t", 48), num_splits=48)
     with pytest.raises(ConfigError, match="locality_hints must name a node for each of 2 ranks, got 1"):
         stream.streaming_split(2, locality_hints=["node"])
+
+
+def test_shards_made_one_by_one_are_shown_as_one_world():
+    book = RunBook()
+
+    def record(attempt_id: str, world: int, rank: int, samples: int, group: str = "g") -> dict[int, int]:
+        book.record(Attempt(attempt_id, "", world, group=group), rank, told(samples))
+        found = book.snapshot(None)
+        return {r: view.state.samples_consumed_per_split for r, view in found.ranks.items() if view.state}
+
+    assert record("a", 2, 0, 5) == {0: 5}
+    assert record("b", 2, 1, 7) == {0: 5, 1: 7}
+    assert record("c", 2, 1, 3) == {0: 5, 1: 3}, "the newest of a rank"
+    assert book.snapshot(None).state.samples_consumed_per_split == 3
+    assert record("d", 3, 2, 1) == {2: 1}, "of the newest world size"
+    assert record("e", 3, 0, 1, group="other") == {0: 1}
