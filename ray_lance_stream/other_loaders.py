@@ -88,7 +88,7 @@ _TO_DATASET = "stream.to_dataset(epoch) is an epoch as a ray.data.Dataset"
 _SIZES = (
     "stream.plan.epoch_rows counts the rows of an epoch over all workers, stream.plan.matched_rows those of the filter"
 )
-_LOOK = "stream.to_dataset().take(n) or shard.peek(n) shows rows, stream.row_ids(epoch, step) which a step has; no position moves"
+_LOOK = "stream.to_dataset().take(n) or shard.peek(n) shows rows, stream.row_ids(epoch, step) those of one; no position moves"
 _MAP = "stream.map_batches(fn), with as many rows out as in, before the stream is split"
 _FILTER = "pass lance_stream(..., filter=...), an SQL condition; how many rows come must be known beforehand"
 _COLUMNS = "pass lance_stream(..., columns=[...]); stream.plan.columns names them"
