@@ -53,6 +53,8 @@ SHARD_METHODS = (
     "save_state",
     "state",
     "evaluation",
+    "has_transforms",
+    "resume",
     "epoch",
     "digest",
     "num_rows",

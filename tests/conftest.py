@@ -26,6 +26,19 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests `--dist loadgroup` keeps in one process: those of a module, and all that use a Ray cluster.
+
+    Two clusters beside each other on two cores make each other miss the times within which errors and ends must come. Whole
+    programs have clusters of their own, and times to spare.
+    """
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        in_cluster = fixtures & {"cluster", "no_cluster"} and "_without_a_cluster" not in fixtures
+        alone = in_cluster and item.get_closest_marker("slow") is None
+        item.add_marker(pytest.mark.xdist_group("ray" if alone else str(item.path)))
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A running cluster of 16 logical CPUs, that of the module before if that one had it: a start takes 8 s."""
