@@ -1,4 +1,4 @@
-"""AttemptBook: what the coordinator knows of runs, and how it finds ranks that do not go together. Pure."""
+"""AttemptBook: what the ranks of an attempt begin passes with, and how those that do not go together are found. Pure."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class PassStart:
         return (self.identity, self.listed) == (other.identity, other.listed) and is_even
 
 
-# (epoch, number of the pass, see PassProgress): the same on all ranks that run the same loop.
-Turn = tuple[int, int]
+# (epoch, number of the pass, how often it was begun again, see PassProgress): the same on all ranks that run the same loop.
+Turn = tuple[int, int, int]
 
 
 @dataclass(frozen=True)

@@ -169,17 +169,26 @@ class RankPasses:
         self._step_rows: int | None = None
         self._left: deque[PassProgress] = deque(maxlen=KEPT_LEFT)  # one after the other, before the newest
         self._taken_back: dict[int, PassProgress] = {}
+        self._step: object = None  # of the newest pass
+        self._nothing: tuple[PassProgress, object] | None = (
+            None  # the pass before with its step, where no row of it came
+        )
 
-    def next(self, start: Position, splits: int, *, has_batches: bool) -> PassProgress:
+    def next(self, start: Position, splits: int, *, has_batches: bool, step: object = None) -> PassProgress:
         """The pass that would begin now.
 
         Args:
             start: where.
             splits: k of this rank.
             has_batches: whether it delivers batches.
+            step: how it steps; another one, or another start, than that of a pass which has delivered nothing is not to be
+                compared with what other ranks have registered of that pass.
         """
         number = self._numbers[has_batches] + 1
         number = number if has_batches else -number
+        nothing, self._nothing, self._step = self._nothing, None, step
+        if nothing is not None and nothing[0].number == number and (nothing[0].start, nothing[1]) != (start, step):
+            self._begin_again(nothing[0])
         return PassProgress(self._copy, number, self._again.get(number, 0), start, splits, None, start)
 
     def begin(self, begun: PassProgress, step_rows: int | None) -> None:
@@ -214,7 +223,12 @@ class RankPasses:
         if self._newest is None:
             return
         self._numbers[self._newest.number > 0] -= 1
+        self._nothing = self._newest, self._step
         self._newest = None
+
+    def _begin_again(self, progress: PassProgress) -> None:
+        again = self._again[progress.number] = progress.again + 1
+        self._taken_back[progress.number] = replace(progress, again=again, start=None, steps=None, state="running")
 
     def go_to(self, place: Position) -> bool:
         """The next pass was told where to begin; returns whether that takes passes back.
@@ -229,8 +243,7 @@ class RankPasses:
         if first is None:
             return False
         for each in reversed(looks[first:]):
-            again = self._again[each.number] = each.again + 1
-            self._taken_back[each.number] = replace(each, again=again, start=None, steps=None, state="running")
+            self._begin_again(each)
             self._numbers[each.number > 0] = abs(each.number) - 1
         self._left = deque(looks[:first], maxlen=KEPT_LEFT)
         self._newest = None

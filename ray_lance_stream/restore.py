@@ -171,7 +171,12 @@ class StreamPosition:
         self._moved()
 
     def resume_epoch(self) -> None:
-        """See Cursor.resume."""
+        """See Cursor.resume.
+
+        Raises:
+            StateError: an evaluation stream.
+        """
+        refuse_evaluation(self.config)
         self.check_is_known()
         self.cursor().resume()
         self._moved()
@@ -189,13 +194,13 @@ class StreamPosition:
         if plan.listed is not None and plan.listed.epoch is not None:
             listed = ListedEpoch(walk.start.epoch, plan.listed.fingerprint, made_by())
         step = None if batch_size is None else StepSize.of(batch_size, drop_last, walk.block)
-        begun = self._passes.next(walk.start, walk.block.size, has_batches=step is not None)
+        begun = self._passes.next(walk.start, walk.block.size, has_batches=step is not None, step=step)
         self._passes.close()
         fingerprint = None if listed is None else listed.fingerprint
         start = PassStart(identity, step, fingerprint)
         if not self.config.evaluation:
             start = replace(start, begun=begun, before=self._passes.reported)
-        self._link.agree_on_pass((walk.start.epoch, begun.number), start)
+        self._link.agree_on_pass((walk.start.epoch, begun.number, begun.again), start)
         self._passes.begin(begun, step_rows)
         return _Source(identity, listed)
 

@@ -66,6 +66,7 @@ class Resumable:
 
         Raises:
             IterationError: a pass runs, or none was left before its last row.
+            StateError: a stream with evaluation=True, whose passes are whole.
         """
         self._restore()
         self._position.resume_epoch()

@@ -263,6 +263,7 @@ class StreamShard(NoLoader, StreamSizedIterator, Resumable):
             StreamError: the rows cannot be read or transformed.
         """
         at_least("n", n, 1)
+        use_ray()
         cursor = self._restore()
         self._position.check_is_known()
         start = cursor.position if cursor.live else cursor.next_start

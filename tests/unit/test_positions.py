@@ -284,6 +284,13 @@ def test_ranks_that_leave_at_the_same_step_and_looks_at_evaluation_are_fine(fake
         batches(shard)
 
 
+def test_a_pass_of_evaluation_is_never_resumed(fake, path):
+    shard = lance_stream(path, **OPTIONS, evaluation=True).shard()
+    batches(shard, 2)
+    with pytest.raises(StateError, match="evaluation=True is never resumed"):
+        shard.resume_epoch()
+
+
 # Counted last
 
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,13 +49,15 @@ class Rank:
         self.start = self.at
         self.steps = 0
 
-    def begin(self, *, has_batches: bool = True, splits: int = 6) -> Any:
+    def begin(self, *, has_batches: bool = True, splits: int = 6, cycles: str = "1") -> Any:
         """Returns what the coordinator objects to."""
-        begun = self.passes.next(self.at, splits, has_batches=has_batches)
+        step = StepSize(cycles, False, splits, splits) if has_batches else None
+        begun = self.passes.next(self.at, splits, has_batches=has_batches, step=step)
         self.passes.close()
-        step = StepSize("1", False, splits, splits) if has_batches else None
         start = PassStart(STATE.identity, step, None, begun, self.passes.reported)
-        found = self.run.book.register_pass(self.run.attempt, self.rank, (self.at.epoch, begun.number), start)
+        found = self.run.book.register_pass(
+            self.run.attempt, self.rank, (self.at.epoch, begun.number, begun.again), start
+        )
         if found is None:
             self.passes.begin(begun, 1 if has_batches else None)
             self.start, self.steps = self.at, 0
@@ -282,6 +285,42 @@ def test_a_pass_that_could_not_start_is_begun_again_under_its_number() -> None:
     passes.begin(begun, 1)
     passes.take_back()
     assert passes.next(Position(0), 6, has_batches=True) == begun
+
+
+def test_a_look_in_other_steps_and_back_is_no_difference() -> None:
+    run = Run()
+    for rank in run.ranks:
+        assert rank.begin(cycles="2") is None
+    for rank in run.ranks:
+        rank.receive()
+        rank.end()
+        assert rank.report() is None
+        rank.go_to(Position(0))
+        assert rank.begin(cycles="3") is None
+    run.ranks[0].receive()
+    assert run.ranks[0].report() is None
+
+
+@pytest.mark.parametrize(("place", "cycles"), [(Position(1), "1"), (Position(0), "2"), (Position(0), "1")])
+def test_after_a_pass_without_rows_ranks_may_begin_elsewhere_and_in_other_steps(place: Position, cycles: str) -> None:
+    run = Run()
+    for rank in run.ranks:
+        assert rank.begin() is None
+    for rank in run.ranks:
+        rank.passes.take_back()
+        rank.go_to(place)
+        assert rank.begin(cycles=cycles) is None
+
+
+def test_ranks_that_begin_apart_after_a_pass_without_rows_are_told() -> None:
+    run = Run()
+    for rank in run.ranks:
+        assert rank.begin() is None
+        rank.passes.take_back()
+    run.ranks[0].go_to(Position(1))
+    run.ranks[1].go_to(Position(2))
+    assert run.ranks[0].begin() is None
+    assert isinstance(run.ranks[1].begin(), PassConflict)
 
 
 def test_what_ranks_are_compared_by_costs_no_more_with_many_passes(monkeypatch: Any) -> None:
