@@ -8,9 +8,9 @@ PEERS := $(VENV)/peers
 METRICS := $(VENV)/metrics
 OLDEST ?= .venv-oldest
 
-# Tests run in so many processes: those that need a Ray cluster in one of them, one after another (see tests/conftest.py).
+# Tests run in so many processes: those that use a Ray cluster in one of them, one after another (see tests/conftest.py).
 TEST_PROCESSES ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-slow test-all faults check docs oldest bench clean
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -26,17 +27,20 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests `--dist loadgroup` keeps in one process: those of a module, and all that use a Ray cluster.
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` the modules that use a Ray cluster run in one process, one after another.
 
-    Two clusters beside each other on two cores make each other miss the times within which errors and ends must come. Whole
-    programs have clusters of their own, and times to spare.
+    Two clusters beside each other on two cores make each other miss the times within which errors and ends must come. Slow
+    tests are whole programs with clusters of their own, and times to spare.
     """
-    for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
-        in_cluster = fixtures & {"cluster", "no_cluster"} and "_without_a_cluster" not in fixtures
-        alone = in_cluster and item.get_closest_marker("slow") is None
-        item.add_marker(pytest.mark.xdist_group("ray" if alone else str(item.path)))
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneCluster(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = super()._split_scope(nodeid)
+            return "ray" if scope.startswith(("tests/integration/", "tests/faults/")) else scope
+
+    return OneCluster(config, log) if config.option.markexpr != "slow" else None
 
 
 @pytest.fixture(scope="module")
