@@ -11,6 +11,11 @@ OLDEST ?= .venv-oldest
 # Tests run in so many processes: those that use a Ray cluster in one of them, one after another (see tests/conftest.py).
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+# What Ray's processes say while no test captures it, errors that tests have made on purpose above all, is shown where one fails.
+define tested
+@mkdir -p build
+$(PYTEST) $(1) $(ARGS) 2>build/test.log || { cat build/test.log; exit 1; }
+endef
 
 .PHONY: train test test-slow test-all faults check docs oldest bench clean
 
@@ -19,11 +24,11 @@ train: $(STAMP)
 
 # Every guarantee, in some ten minutes on two cores.
 test: $(STAMP) $(METRICS)/.installed
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(call tested,-m "not slow")
 
 # The rest: whole programs, worker groups that are resized, rounds of kills.
 test-slow: $(STAMP) $(METRICS)/.installed
-	$(PYTEST) -m slow $(ARGS)
+	$(call tested,-m slow)
 
 test-all: test test-slow
 
