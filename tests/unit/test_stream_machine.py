@@ -211,6 +211,10 @@ class Streams(RuleBasedStateMachine):
         self.kind = KINDS[number]
         oracle = self.kind.oracle(self.path)
         self.epochs = functools.cache(oracle.epoch)
+        self.begin_stream(turn)
+
+    def begin_stream(self, turn: int = 0) -> None:
+        """A stream that resumes from nothing."""
         self.stream = self.kind.make(self.path)
         self.group(turn, (0, 0, 0))
 
@@ -395,7 +399,7 @@ class Streams(RuleBasedStateMachine):
             re.match("all ranks must (begin a pass at the same place|leave a pass at the same step)", each)
             for each in told
         )
-        self.group(0, (0, 0, 0))
+        self.begin_stream()
 
     # ---- states
 
@@ -468,7 +472,7 @@ class Streams(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.is_live)
     def nothing_can_be_read(self) -> None:
-        """Each rank is told and keeps its position; then they go on elsewhere."""
+        """Each rank is told and keeps its position; then one continues elsewhere, and several, which are apart, begin anew."""
         self.cluster.every_read_dies = True
         for number, rank in enumerate(self.ranks):
             while self.passes[number] is not None:
@@ -480,7 +484,10 @@ class Streams(RuleBasedStateMachine):
                     rank.leave()
         self.cluster.every_read_dies = False
         self.positions_are_right()
-        self.set_epoch(1)  # how far they came depends on threads, and what the test does next must not
+        if self.world > 1:  # how far they came depends on threads, and what the test does next must not
+            self.begin_stream()
+        else:
+            self.set_epoch(1)
 
     # ---- what holds at any time
 
