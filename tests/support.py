@@ -257,9 +257,14 @@ def effective_history(attempts: Sequence[AttemptLog], cycles_per_step: int) -> d
 
 def live_actors(class_name: str) -> int:
     """Actors of a class that are not dead."""
+    return len(live_actor_ids(class_name))
+
+
+def live_actor_ids(class_name: str) -> set[str]:
+    """The ids of these."""
     from ray._private.state import actors
 
-    return sum(a["ActorClassName"] == class_name and a["State"] != "DEAD" for a in actors().values())
+    return {actor_id for actor_id, a in actors().items() if a["ActorClassName"] == class_name and a["State"] != "DEAD"}
 
 
 def no_readers_left(timeout_s: float = 60.0) -> None:

@@ -170,7 +170,7 @@ def test_the_first_error_of_a_rank_ends_the_run_fast_and_says_why(cluster, table
     started_s = time.monotonic()
     with pytest.raises(ray.train.TrainingFailedError, match=r"(?s)Rank 1.*bad row 18"):
         fit(slow, tmp_path, "hanging", 2, hanging_loop)
-    assert time.monotonic() - started_s < 30
+    assert time.monotonic() - started_s < 120  # rank 0 alone would wait for 300 s
     for pid in json.loads((tmp_path / "hung").read_text()):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
